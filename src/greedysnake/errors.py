@@ -1,0 +1,61 @@
+"""Every error that GreedySnake raises on purpose.
+
+    GreedySnakeError
+    ├── ConfigError     a value the user gave cannot work
+    ├── PlanError       the plan does not fit into the memory or disk it was given
+    ├── StorageError    a file, directory or drive did not do what was asked
+    ├── VerifyError     a schedule breaks a rule that training depends on
+    └── OpError         an operation of a step failed for any other reason
+
+A message says what happened, with the values, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class GreedySnakeError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(GreedySnakeError):
+    """A value the user gave cannot work."""
+
+
+class PlanError(GreedySnakeError):
+    """The plan does not fit into the memory or disk it was given."""
+
+
+class StorageError(GreedySnakeError):
+    """A file, directory or drive did not do what was asked.
+
+    `path`, `offset`, `wanted`, `got` and `errno_name` are set when one transfer failed, else None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        offset: int | None = None,
+        wanted: int | None = None,
+        got: int | None = None,
+        errno_name: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+        self.wanted = wanted
+        self.got = got
+        self.errno_name = errno_name
+
+
+class VerifyError(GreedySnakeError):
+    """A schedule breaks a rule that training depends on; the message names the op and the rule."""
+
+
+class OpError(GreedySnakeError):
+    """An operation of a step failed; `op` is its printed name."""
+
+    def __init__(self, message: str, *, op: str) -> None:
+        super().__init__(message)
+        self.op = op
