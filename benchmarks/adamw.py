@@ -1,0 +1,178 @@
+"""Fused AdamW against PyTorch's fused AdamW plus the bf16 copy it needs, and CRC32C per thread.
+
+Contenders take turns and medians are compared, so a disturbance of the machine hits all of them. The memory
+bandwidth is that of a native pass over one array which reads four cache lines and rewrites three: the mix of
+an update with fp32 gradients (16 B read, 12 B written per parameter) without arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from greedysnake import _native
+from greedysnake.runtime.optimizer import AdamW, Gradient, SplitChunk, update_split
+
+OPTIMIZER = AdamW(lr=1e-4)
+
+
+@dataclass(frozen=True)
+class Row:
+    contender: str
+    grad_dtype: str
+    params_per_s: float
+    ratio_to_torch: float
+    bytes_per_param: int | None
+    """Traffic the algorithm needs; None for PyTorch, whose passes overlap in cache differently."""
+    gb_per_s: float | None
+    bandwidth_fraction: float | None
+
+
+class TorchState:
+    """What PyTorch keeps: an fp32 master, moments, and the bf16 weight as a copy."""
+
+    def __init__(self, num_params: int) -> None:
+        self.master = torch.randn(num_params)
+        self.weight = self.master.bfloat16()
+        self.exp_avg = torch.zeros(num_params)
+        self.exp_avg_sq = torch.zeros(num_params)
+        self.converted = torch.zeros(num_params)
+        self.step = torch.tensor(0.0)
+
+    def update(self, grad: torch.Tensor) -> None:
+        if grad.dtype != torch.float32:
+            self.converted.copy_(grad)
+            grad = self.converted
+        self.step += 1
+        torch._fused_adamw_(
+            [self.master],
+            [grad],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],
+            [self.step],
+            lr=OPTIMIZER.lr,
+            beta1=OPTIMIZER.betas[0],
+            beta2=OPTIMIZER.betas[1],
+            weight_decay=OPTIMIZER.weight_decay,
+            eps=OPTIMIZER.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        self.weight.copy_(self.master)
+
+
+class SplitState:
+    """What GreedySnake keeps."""
+
+    def __init__(self, num_params: int) -> None:
+        self.weight = torch.randn(num_params).bfloat16()
+        self.residual = torch.zeros(num_params, dtype=torch.int16)
+        self.exp_avg = torch.zeros(num_params)
+        self.exp_avg_sq = torch.zeros(num_params)
+        self.chunk = SplitChunk.of(self.weight, self.residual, self.exp_avg, self.exp_avg_sq)
+        self.step = 0
+
+    def update(self, pool: _native.ThreadPool, isa: str, grad: torch.Tensor) -> None:
+        self.step += 1
+        update_split(pool, OPTIMIZER, self.chunk, Gradient.of(grad), step=self.step, isa=isa)
+
+
+def median_seconds(contenders: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_index in range(num_rounds + 1):
+        for name, run in contenders.items():
+            start_s = time.perf_counter()
+            run()
+            elapsed_s = time.perf_counter() - start_s
+            if round_index > 0:  # the first round touches new pages
+                times[name].append(elapsed_s)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(num_params: int, num_threads: int, num_rounds: int) -> tuple[list[Row], float, float]:
+    """Return the rows, the memory bandwidth and the CRC rate of one thread, both in bytes per second."""
+    torch.set_num_threads(num_threads)
+    pool = _native.ThreadPool(num_threads)
+    grads = {"float32": torch.randn(num_params), "bfloat16": torch.randn(num_params).bfloat16()}
+    theirs, ours = TorchState(num_params), SplitState(num_params)
+    scratch = torch.zeros(num_params * 4)
+
+    contenders: dict[str, Callable[[], None]] = {}
+    for dtype, grad in grads.items():
+        contenders[f"torch {dtype}"] = lambda grad=grad: theirs.update(grad)  # type: ignore[misc]
+        for isa in _native.available_isas():
+            contenders[f"{isa} {dtype}"] = lambda isa=isa, grad=grad: ours.update(pool, isa, grad)  # type: ignore[misc]
+    scratch_bytes = scratch.numel() * 4
+    contenders["memory"] = lambda: _native.memory_pass(pool, scratch.data_ptr(), scratch_bytes)
+    contenders["crc32c"] = lambda: use(_native.crc32c(scratch.data_ptr(), scratch_bytes))
+    elapsed_s = median_seconds(contenders, num_rounds)
+    pool.close()
+
+    bandwidth = 1.75 * scratch_bytes / elapsed_s["memory"]
+    rows = []
+    for dtype in grads:
+        torch_s = elapsed_s[f"torch {dtype}"]
+        rows.append(Row("torch", dtype, num_params / torch_s, 1.0, None, None, None))
+        bytes_per_param = 24 + (4 if dtype == "float32" else 2)
+        for isa in _native.available_isas():
+            ours_s = elapsed_s[f"{isa} {dtype}"]
+            rate = bytes_per_param * num_params / ours_s
+            rows.append(
+                Row(
+                    isa,
+                    dtype,
+                    num_params / ours_s,
+                    torch_s / ours_s,
+                    bytes_per_param,
+                    rate / 1e9,
+                    rate / bandwidth,
+                )
+            )
+    return rows, bandwidth, scratch_bytes / elapsed_s["crc32c"]
+
+
+def use(_: object) -> None:
+    """Turn a call with a result into one without."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=int, default=50_000_000)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows, bandwidth, crc_rate = measure(arguments.params, arguments.threads, arguments.rounds)
+
+    if arguments.json:
+        result = {
+            "params": arguments.params,
+            "threads": arguments.threads,
+            "memory_gb_per_s": bandwidth / 1e9,
+            "crc32c_gb_per_s_per_thread": crc_rate / 1e9,
+            "rows": [asdict(row) for row in rows],
+        }
+        print(json.dumps(result, indent=2))
+        return
+    print(f"{arguments.params:,} parameters, {arguments.threads} threads, median of {arguments.rounds} rounds")
+    print(f"memory, 4 lines read and 3 of them rewritten: {bandwidth / 1e9:.1f} GB/s")
+    print(f"{'contender':<10} {'gradients':<10} {'Mparam/s':>9} {'x torch':>8} {'GB/s':>7} {'of memory':>10}")
+    for row in rows:
+        line = f"{row.contender:<10} {row.grad_dtype:<10} {row.params_per_s / 1e6:>9.0f}"
+        line += f" {row.ratio_to_torch:>8.2f}"
+        if row.gb_per_s is not None and row.bandwidth_fraction is not None:
+            line += f" {row.gb_per_s:>7.1f} {row.bandwidth_fraction:>10.0%}"
+        print(line)
+    print(f"crc32c: {crc_rate / 1e9:.1f} GB/s per thread")
+
+
+if __name__ == "__main__":
+    main()
