@@ -1,0 +1,243 @@
+"""One directory of a store: its lock, its identity, its files. Knows names and sizes, not contents.
+
+It never removes a file that this format did not create, and writes nothing beside files of others.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from greedysnake.errors import PlanError, StorageError
+from greedysnake.runtime.manifest import FORMAT, VERSION, check_version
+from greedysnake.sizes import format_size
+
+LOCK = "greedysnake.lock"
+IDENTITY = "greedysnake.store"
+MANIFEST = "greedysnake.manifest"
+MANIFEST_IN_USE = "greedysnake.manifest.in-use"
+EXTENTS = "greedysnake.extents"
+SCRATCH = "greedysnake.scratch"
+NEW = ".new"
+
+_BEFORE_IDENTITY = {LOCK, IDENTITY + NEW}
+_OURS = _BEFORE_IDENTITY | {IDENTITY, MANIFEST, MANIFEST + NEW, MANIFEST_IN_USE, EXTENTS, SCRATCH}
+_OF_THE_FILESYSTEM = {"lost+found"}
+
+_NEXT_MOVE = {
+    errno.EROFS: "the filesystem is mounted read-only; give a directory that can be written",
+    errno.EACCES: "give a directory that this user can write to",
+    errno.EPERM: "give a directory that this user can write to",
+    errno.ENOSPC: "free space there, or give a directory on another drive",
+    errno.EDQUOT: "free space there or raise the quota",
+    errno.EIO: "the drive reported an error; look at the kernel log (dmesg) before trusting it again",
+    errno.ENOTDIR: "a part of the path is a file; give another directory",
+}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the identity file says: whose directory this is, and which one."""
+
+    store: str
+    member: int
+    num_members: int
+
+
+class StoreDirectory:
+    """A directory, created when missing and locked against other processes until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with explained("create the directory", path):
+            path.mkdir(parents=True, exist_ok=True)
+        self._refuse_foreign_files()
+        self._lock_fd = _lock(path)
+
+    def close(self) -> None:
+        """Give up the lock. The lock file stays: if removed, two processes could lock two different ones."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def identity(self) -> Identity | None:
+        """None for a directory that no store has claimed yet."""
+        path = self.path / IDENTITY
+        data = self.load(IDENTITY)
+        if data is None:
+            return None
+        try:
+            fields = json.loads(data)
+            check_version(fields, str(path))
+            return Identity(str(fields["store"]), int(fields["member"]), int(fields["num_members"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(
+                f"{path} is damaged, so it is unknown what {self.path} holds: restore it from a copy, "
+                "give another directory, or remove the greedysnake.* files in it by hand",
+                path=str(path),
+            ) from error
+
+    def claim(self, identity: Identity) -> None:
+        """Make this directory part of a store; durable on return."""
+        fields = {"format": FORMAT, "version": VERSION, **asdict(identity)}
+        self.stage(IDENTITY, json.dumps(fields).encode() + b"\n")
+        self.rename(IDENTITY + NEW, IDENTITY)
+
+    def load(self, name: str) -> bytes | None:
+        """The contents of one small file, or None when there is none."""
+        with explained("read", self.path / name):
+            try:
+                return (self.path / name).read_bytes()
+            except FileNotFoundError:
+                return None
+
+    def stage(self, name: str, data: bytes) -> None:
+        """Write `data` beside `name`, durably; `rename` then puts it in place."""
+        path = self.path / (name + NEW)
+        with explained("write", path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+                os.fsync(fd)
+            except OSError:
+                os.ftruncate(fd, 0)  # on a full drive the torn file would be in the way of the next try
+                raise
+            finally:
+                os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename one of our files over another, in one step; durable on return."""
+        with explained("rename", self.path / old):
+            os.rename(self.path / old, self.path / new)
+        self._sync()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove those of our files that exist; durable on return."""
+        assert set(names) <= _OURS
+        for name in names:
+            with explained("remove", self.path / name):
+                (self.path / name).unlink(missing_ok=True)
+        self._sync()
+
+    def size(self, name: str) -> int:
+        """Bytes of a file; 0 when there is none."""
+        with explained("look at", self.path / name):
+            try:
+                return (self.path / name).stat().st_size
+            except FileNotFoundError:
+                return 0
+
+    def missing_bytes(self, name: str, num_bytes: int) -> int:
+        """How many bytes the filesystem must still find so that `name` has `num_bytes`."""
+        with explained("look at", self.path / name):
+            try:
+                return max(0, num_bytes - (self.path / name).stat().st_blocks * 512)
+            except FileNotFoundError:
+                return num_bytes
+
+    def allocate(self, name: str, num_bytes: int) -> None:
+        """Give `name` exactly `num_bytes`, all backed by the drive: no later write can run out of space."""
+        path = self.path / name
+        if num_bytes == 0 and not path.exists():
+            return
+        with explained("allocate", path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                had_bytes = os.fstat(fd).st_size
+                try:
+                    if num_bytes:
+                        os.posix_fallocate(fd, 0, num_bytes)
+                except OSError:
+                    os.ftruncate(fd, had_bytes)
+                    raise
+                os.ftruncate(fd, num_bytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        self._sync()
+
+    def _sync(self) -> None:
+        with explained("sync the directory", self.path):
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _refuse_foreign_files(self) -> None:
+        with explained("list", self.path):
+            names = set(os.listdir(self.path)) - _OF_THE_FILESYSTEM
+        foreign = sorted(names - (_OURS if IDENTITY in names else _BEFORE_IDENTITY))
+        if not foreign:
+            return
+        listed = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise StorageError(
+            f"{self.path} holds files that are not part of a GreedySnake store ({listed}): "
+            "give an empty or new directory, or move them away",
+            path=str(self.path),
+        )
+
+
+def require_space(directories: Sequence[StoreDirectory], missing_bytes: Sequence[int], hint: str) -> None:
+    """PlanError with the numbers, unless every filesystem has room; directories may share one."""
+    by_device: dict[int, list[int]] = {}
+    for index, directory in enumerate(directories):
+        by_device.setdefault(os.stat(directory.path).st_dev, []).append(index)
+    for indexes in by_device.values():
+        needed = sum(missing_bytes[index] for index in indexes)
+        status = os.statvfs(directories[indexes[0]].path)
+        free = status.f_bavail * status.f_frsize
+        if needed <= free:
+            continue
+        names = ", ".join(str(directories[index].path) for index in indexes)
+        raise PlanError(
+            f"the store needs {format_size(needed)} ({needed} bytes) more in {names}, "
+            f"{format_size(free)} ({free} bytes) are free there: free {format_size(needed - free)}, "
+            f"add a directory on another drive{hint}"
+        )
+
+
+@contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that says what was being done, and the next move."""
+    try:
+        yield
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "unknown")
+        move = _NEXT_MOVE.get(error.errno or 0)
+        raise StorageError(
+            f"could not {doing} {path}: {error.strerror} ({name})" + (f": {move}" if move else ""),
+            path=str(path),
+            errno_name=name,
+        ) from error
+
+
+def _lock(directory: Path) -> int:
+    path = directory / LOCK
+    with explained("open", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with explained("lock", path):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise StorageError(
+                    f"{directory} is in use by process {pid} (or a child it left): "
+                    "wait until it ends, or give another directory",
+                    path=str(path),
+                ) from None
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    except StorageError:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,98 @@
+"""Where each extent lies: which directory, at which offset. Pure arithmetic, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from greedysnake.errors import ConfigError
+
+ALIGNMENT_BYTES = 4096
+"""What O_DIRECT needs on every drive in use today; also the page size."""
+
+RunLengths = list[tuple[int, tuple[int, ...]]]
+"""Extents as (how many in a row, their parts): a model has many chunks of few shapes."""
+
+
+@dataclass(frozen=True)
+class ExtentSpec:
+    """One chunk on SSD: parts that lie together, in this order, each with its own CRC32C."""
+
+    parts: tuple[int, ...]
+    """Bytes of each part, multiples of 4096."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError("an extent needs at least one part")
+        for num_bytes in self.parts:
+            if num_bytes <= 0 or num_bytes % ALIGNMENT_BYTES:
+                raise ConfigError(f"a part of {num_bytes} bytes: parts are positive multiples of {ALIGNMENT_BYTES}")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each part starts inside the extent, and where the last one ends."""
+        return tuple(accumulate(self.parts, initial=0))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A byte range of one directory's file."""
+
+    member: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All places of a store. Slot 1 of an extent lies `slot_bytes` of its directory after slot 0."""
+
+    num_slots: int
+    extents: tuple[Place, ...]
+    scratch: tuple[Place, ...]
+    slot_bytes: tuple[int, ...]
+    """Per directory: bytes of one slot of all its extents."""
+    scratch_bytes: tuple[int, ...]
+    """Per directory."""
+
+    @staticmethod
+    def build(extents: Sequence[ExtentSpec], scratch: Sequence[int], *, num_members: int, num_slots: int) -> Layout:
+        for num_bytes in scratch:
+            if num_bytes <= 0:
+                raise ConfigError(f"a scratch range of {num_bytes} bytes: ask for at least one")
+        places, slot_bytes = _stripe([spec.num_bytes for spec in extents], num_members)
+        scratch_places, scratch_bytes = _stripe([_align(num_bytes) for num_bytes in scratch], num_members)
+        return Layout(num_slots, places, scratch_places, slot_bytes, scratch_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the data files in all directories together."""
+        return self.num_slots * sum(self.slot_bytes) + sum(self.scratch_bytes)
+
+    def extents_bytes(self, member: int) -> int:
+        """Bytes of all slots of the extents of one directory."""
+        return self.num_slots * self.slot_bytes[member]
+
+
+def run_lengths(extents: Sequence[ExtentSpec]) -> RunLengths:
+    return [(len(list(group)), parts) for parts, group in groupby(spec.parts for spec in extents)]
+
+
+def _stripe(sizes: Sequence[int], num_members: int) -> tuple[tuple[Place, ...], tuple[int, ...]]:
+    """Each range goes to the directory with the fewest bytes so far, so equal ranges alternate."""
+    filled = [0] * num_members
+    places = []
+    for num_bytes in sizes:
+        member = filled.index(min(filled))
+        places.append(Place(member, filled[member], num_bytes))
+        filled[member] += num_bytes
+    return tuple(places), tuple(filled)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

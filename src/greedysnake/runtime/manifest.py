@@ -1,0 +1,116 @@
+"""The manifest: the one file whose presence makes a checkpoint. Text to object and back; opens no files.
+
+Line 1 is JSON, line 2 its CRC32C in hex, so that a torn or altered manifest is never believed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from greedysnake import _native
+from greedysnake.errors import ConfigError, StorageError
+from greedysnake.runtime.layout import ExtentSpec, RunLengths, run_lengths
+
+FORMAT = "greedysnake-store"
+VERSION = 1
+
+PartRecord = tuple[int, int] | None
+"""(slot, CRC32C) of a part at the checkpoint; None when it was never written."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint consists of."""
+
+    store: str
+    """Id of the store, the same in the identity file of each of its directories."""
+    step: int
+    fingerprint: str
+    num_members: int
+    num_slots: int
+    extents: RunLengths
+    parts: list[list[PartRecord]]
+    metadata: Mapping[str, object]
+
+    def encode(self) -> bytes:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        line = json.dumps({"format": FORMAT, "version": VERSION, **fields}, separators=(",", ":")).encode()
+        return b"%s\n%08x\n" % (line, crc32c_of(line))
+
+    @staticmethod
+    def decode(data: bytes, path: str) -> Manifest:
+        """The manifest in `data`; StorageError naming `path` when it is damaged or of another version."""
+        line, _, checksum = data.partition(b"\n")
+        if checksum != b"%08x\n" % crc32c_of(line):
+            raise StorageError(
+                f"{path} is damaged: its checksum does not match its {len(data)} bytes, so the checkpoint "
+                "cannot be trusted: restore the file from a copy, or start anew with overwrite=True",
+                path=path,
+            )
+        fields = json.loads(line)
+        check_version(fields, path)
+        return Manifest(
+            store=fields["store"],
+            step=fields["step"],
+            fingerprint=fields["fingerprint"],
+            num_members=fields["num_members"],
+            num_slots=fields["num_slots"],
+            extents=[(count, tuple(parts)) for count, parts in fields["extents"]],
+            parts=[[part and (part[0], part[1]) for part in parts] for parts in fields["parts"]],
+            metadata=fields["metadata"],
+        )
+
+    def differences(self, *, fingerprint: str, num_slots: int, extents: Sequence[ExtentSpec]) -> list[str]:
+        """Sentences on what the checkpoint has and what is asked for, where they differ."""
+        found = []
+        if fingerprint != self.fingerprint:
+            found.append(f"the checkpoint was written for {self.fingerprint!r}, this run is {fingerprint!r}")
+        if num_slots != self.num_slots:
+            words = {1: "single_slot=True", 2: "single_slot=False"}
+            found.append(f"the checkpoint has {words[self.num_slots]}, this run {words[num_slots]}")
+        wanted = run_lengths(extents)
+        if wanted != self.extents:
+            found.append(_layout_difference(self.extents, wanted))
+        return found
+
+
+def plain_json(metadata: Mapping[str, object]) -> Mapping[str, object]:
+    """`metadata` as a manifest will give it back (tuples become lists); ConfigError when it cannot."""
+    try:
+        plain: Mapping[str, object] = json.loads(json.dumps(dict(metadata)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"checkpoint metadata must be plain JSON values: {error}") from error
+    return plain
+
+
+def check_version(fields: Mapping[str, object], path: str) -> None:
+    """Refuse a file of another format or version."""
+    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
+        raise StorageError(
+            f"{path} has format {fields.get('format')!r} version {fields.get('version')!r}, "
+            f"this program reads {FORMAT!r} version {VERSION}: use what wrote it, or another directory",
+            path=path,
+        )
+
+
+def crc32c_of(data: bytes) -> int:
+    """CRC32C of bytes that Python holds."""
+    view = np.frombuffer(data, dtype=np.uint8)
+    return _native.crc32c(view.ctypes.data, view.nbytes)
+
+
+def _layout_difference(had: RunLengths, wanted: RunLengths) -> str:
+    had_count, wanted_count = (sum(count for count, _ in runs) for runs in (had, wanted))
+    if had_count != wanted_count:
+        return f"the checkpoint has {had_count} extents, this run has {wanted_count}"
+    had_flat, wanted_flat = ([parts for count, parts in runs for _ in range(count)] for runs in (had, wanted))
+    extent = next(index for index in range(had_count) if had_flat[index] != wanted_flat[index])
+    return (
+        f"extent {extent} has parts of {list(had_flat[extent])} bytes in the checkpoint, "
+        f"{list(wanted_flat[extent])} in this run"
+    )

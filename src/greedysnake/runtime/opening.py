@@ -1,0 +1,188 @@
+"""Opening a store: what its directories hold, whether it may be resumed or discarded, room for its files."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from greedysnake.errors import StorageError
+from greedysnake.runtime.directory import (
+    EXTENTS,
+    MANIFEST,
+    MANIFEST_IN_USE,
+    NEW,
+    SCRATCH,
+    Identity,
+    StoreDirectory,
+    require_space,
+)
+from greedysnake.runtime.layout import ExtentSpec, Layout
+from greedysnake.runtime.manifest import Manifest
+
+
+def holds_checkpoint(directory: Path) -> bool:
+    """Whether the first directory of a store has a checkpoint, or the remains of one. Takes no lock."""
+    return any((directory / name).exists() for name in (MANIFEST, MANIFEST_IN_USE))
+
+
+def resume_store(
+    directories: Sequence[StoreDirectory], layout: Layout, extents: Sequence[ExtentSpec], fingerprint: str
+) -> Manifest:
+    """The checkpoint in these directories, once it is sure that it is complete and of the same run."""
+    manifest = _checkpoint(directories)
+    differences = manifest.differences(fingerprint=fingerprint, num_slots=layout.num_slots, extents=extents)
+    if differences:
+        raise StorageError(
+            f"the checkpoint of step {manifest.step} in {directories[0].path} is of another run: "
+            f"{'; '.join(differences)}: give the same configuration, or another directory"
+        )
+    for member, directory in enumerate(directories):
+        wanted, got = layout.extents_bytes(member), directory.size(EXTENTS)
+        if got < wanted:
+            raise StorageError(
+                f"{directory.path / EXTENTS} is truncated: it has {got} bytes, the checkpoint of step "
+                f"{manifest.step} needs {wanted}: restore it from a copy, or start anew with overwrite=True",
+                path=str(directory.path / EXTENTS),
+                wanted=wanted,
+                got=got,
+            )
+    _require_space(directories, layout)
+    _allocate(directories, layout)
+    return manifest
+
+
+def create_store(
+    directories: Sequence[StoreDirectory], layout: Layout, extents: Sequence[ExtentSpec], overwrite: bool
+) -> str:
+    """Make these directories a store without a checkpoint; returns its id. Checks all, then changes."""
+    identities = [directory.identity() for directory in directories]  # a damaged or newer one is refused here
+    if not overwrite:
+        _refuse_to_discard(directories, identities)
+    # Two manifests: about 16 bytes for a part, and the metadata of the caller.
+    manifest_bytes = 16 * sum(len(spec.parts) for spec in extents) + (64 << 10)
+    _require_space(directories, layout, 2 * manifest_bytes)
+    reusable = None if overwrite else _reusable_store(identities)
+    store = reusable or uuid.uuid4().hex
+    # The manifests go first: from here on nothing that is about to be overwritten counts as a checkpoint.
+    for directory in directories:
+        directory.remove([MANIFEST, MANIFEST + NEW, MANIFEST_IN_USE])
+    if not reusable:
+        for member, directory in enumerate(directories):
+            directory.claim(Identity(store, member, len(directories)))
+    _allocate(directories, layout)
+    return store
+
+
+def allocate_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> None:
+    """Give the scratch files the sizes of `layout`, after checking that there is room."""
+    sizes = layout.scratch_bytes
+    missing = [directory.missing_bytes(SCRATCH, size) for directory, size in zip(directories, sizes, strict=True)]
+    require_space(directories, missing, ", or keep more of the activations and gradients in RAM")
+    for directory, size in zip(directories, sizes, strict=True):
+        directory.allocate(SCRATCH, size)
+
+
+def _file_sizes(layout: Layout, member: int) -> dict[str, int]:
+    return {EXTENTS: layout.extents_bytes(member), SCRATCH: layout.scratch_bytes[member]}
+
+
+def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_bytes: int = 0) -> None:
+    missing = [
+        sum(directory.missing_bytes(name, size) for name, size in _file_sizes(layout, member).items())
+        for member, directory in enumerate(directories)
+    ]
+    missing[0] += more_bytes
+    hint = "" if layout.num_slots == 1 else ", or pass single_slot=True, which halves it"
+    require_space(directories, missing, hint)
+
+
+def _allocate(directories: Sequence[StoreDirectory], layout: Layout) -> None:
+    for member, directory in enumerate(directories):
+        for name, size in _file_sizes(layout, member).items():
+            directory.allocate(name, size)
+
+
+def _checkpoint(directories: Sequence[StoreDirectory]) -> Manifest:
+    store = _one_store(directories)
+    manifest = _manifest(directories[0], MANIFEST)
+    if manifest is not None:
+        if (manifest.store, manifest.num_members) != (store, len(directories)):
+            raise StorageError(
+                f"{directories[0].path / MANIFEST} belongs to another store than the directory it lies in: "
+                "restore the directory as it was"
+            )
+        return manifest
+    mixed = _manifest(directories[0], MANIFEST_IN_USE)
+    if mixed is not None:
+        raise StorageError(
+            f"{directories[0].path} cannot be resumed: the run used single_slot and ended after it had begun "
+            f"to overwrite the checkpoint of step {mixed.step} in place, so what is there mixes two steps: "
+            "start anew with resume=False"
+        )
+    raise StorageError(
+        f"{directories[0].path} holds no checkpoint to resume: the run ended before its first one; "
+        "start with resume=False"
+    )
+
+
+def _refuse_to_discard(directories: Sequence[StoreDirectory], identities: Sequence[Identity | None]) -> None:
+    """StorageError when a new store in these directories would destroy a checkpoint, or might."""
+    first_of = {identity.store for identity in identities if identity and identity.member == 0}
+    for directory, identity in zip(directories, identities, strict=True):
+        manifest = _manifest(directory, MANIFEST)
+        if manifest is not None:
+            raise StorageError(
+                f"{directory.path} holds the checkpoint of step {manifest.step}: "
+                "pass resume=True to continue from it, or overwrite=True to discard it"
+            )
+        if identity and identity.store not in first_of:
+            raise StorageError(
+                f"{directory.path} is directory {identity.member + 1} of {identity.num_members} of another "
+                "store, which may hold a checkpoint: give all its directories with resume=True, "
+                "other directories, or overwrite=True to discard it"
+            )
+
+
+def _reusable_store(identities: Sequence[Identity | None]) -> str | None:
+    """The id of the store that directories with these identities already are, in this order; else None."""
+    first = identities[0]
+    if first is None:
+        return None
+    wanted = [Identity(first.store, member, len(identities)) for member in range(len(identities))]
+    return first.store if list(identities) == wanted else None
+
+
+def _one_store(directories: Sequence[StoreDirectory]) -> str:
+    """The id of the store whose directories these are, all of them and in order."""
+    known: list[Identity] = []
+    for directory in directories:
+        identity = directory.identity()
+        if identity is None:
+            raise StorageError(
+                f"{directory.path} holds no checkpoint to resume, it is empty: "
+                "give the directories of the checkpoint, or start with resume=False"
+            )
+        known.append(identity)
+    store, num_members = known[0].store, known[0].num_members
+    for directory, identity in zip(directories, known, strict=True):
+        if identity.store != store:
+            raise StorageError(
+                f"{directory.path} belongs to store {identity.store}, {directories[0].path} to store "
+                f"{store}; a checkpoint lies in the directories of one store: give those"
+            )
+    if num_members != len(directories):
+        raise StorageError(
+            f"the store of {directories[0].path} has {num_members} directories and "
+            f"{len(directories)} were given: give all of them, in the order of the first run"
+        )
+    if [identity.member for identity in known] != list(range(num_members)):
+        ordered = sorted(zip(known, directories, strict=True), key=lambda pair: pair[0].member)
+        names = ", ".join(str(directory.path) for _, directory in ordered)
+        raise StorageError(f"the directories are not in the order of the store: give {names}")
+    return store
+
+
+def _manifest(directory: StoreDirectory, name: str) -> Manifest | None:
+    data = directory.load(name)
+    return None if data is None else Manifest.decode(data, str(directory.path / name))

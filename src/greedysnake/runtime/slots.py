@@ -1,0 +1,104 @@
+"""Which slot holds what: the two-slot rule as a table, without any I/O.
+
+The *pinned* slot of a part belongs to the last checkpoint. Writes go to the working slot, which is the
+other one (in single_slot there is no other). The *current* slot holds the newest contents, whichever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from greedysnake.errors import StorageError
+from greedysnake.runtime.layout import ExtentSpec
+from greedysnake.runtime.manifest import PartRecord
+
+
+@dataclass(slots=True)
+class _Part:
+    current: int | None = None
+    """None when never written."""
+    pinned: int | None = None
+    """None when the last checkpoint does not hold this part."""
+    crc: int = 0
+    unsettled: bool = False
+    """A write was started and has not been settled: the newest contents are unknown."""
+
+
+class SlotTable:
+    """Slots and CRCs of all parts. Threads may work on different extents."""
+
+    def __init__(self, extents: Sequence[ExtentSpec], num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._parts = [[_Part() for _ in spec.parts] for spec in extents]
+
+    def to_read(self, extent: int, parts: range) -> tuple[dict[int, int], dict[int, int]]:
+        """Current slot and CRC of each part; StorageError when one has no known contents."""
+        slots, crcs = {}, {}
+        for part in parts:
+            state = self._parts[extent][part]
+            if state.unsettled:
+                raise StorageError(
+                    f"cannot read part {part} of extent {extent}: its last write has not succeeded: "
+                    "wait for it, or write the part again"
+                )
+            if state.current is None:
+                raise StorageError(f"cannot read part {part} of extent {extent}: it was never written")
+            slots[part], crcs[part] = state.current, state.crc
+        return slots, crcs
+
+    def start_write(self, extent: int, parts: range) -> dict[int, int]:
+        """Working slot of each part; until `settle` their contents count as unknown."""
+        slots = {}
+        for part in parts:
+            state = self._parts[extent][part]
+            state.unsettled = True
+            slots[part] = 0 if self._num_slots == 1 or state.pinned is None else 1 - state.pinned
+        return slots
+
+    def settle(self, extent: int, slots: Mapping[int, int], crcs: Mapping[int, int]) -> None:
+        """The write of these parts has succeeded: their working slots are current."""
+        for part, slot in slots.items():
+            state = self._parts[extent][part]
+            state.current, state.crc, state.unsettled = slot, crcs[part], False
+
+    def unsettled(self) -> list[tuple[int, int]]:
+        """(extent, part) of every write that has not been settled."""
+        return [
+            (extent, part)
+            for extent, states in enumerate(self._parts)
+            for part, state in enumerate(states)
+            if state.unsettled
+        ]
+
+    def records(self) -> list[list[PartRecord]]:
+        """What a manifest says about each part, from the current slots."""
+        return [
+            [None if state.current is None else (state.current, state.crc) for state in states]
+            for states in self._parts
+        ]
+
+    def load(self, records: Sequence[Sequence[PartRecord]]) -> None:
+        """Start from a checkpoint."""
+        for states, of_extent in zip(self._parts, records, strict=True):
+            for state, record in zip(states, of_extent, strict=True):
+                if record is not None:
+                    state.current, state.crc = record
+                    state.pinned = state.current
+
+    def pin(self) -> None:
+        """A checkpoint of the current slots is durable: what was pinned before may be written."""
+        for states in self._parts:
+            for state in states:
+                state.pinned = state.current
+
+
+def same_slot(slots: Mapping[int, int]) -> Iterator[range]:
+    """Runs of neighbouring parts that lie in one slot. The keys of `slots` are consecutive."""
+    start = previous = next(iter(slots))
+    for part in slots:
+        if slots[part] != slots[previous]:
+            yield range(start, part)
+            start = part
+        previous = part
+    yield range(start, previous + 1)

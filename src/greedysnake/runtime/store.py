@@ -1,0 +1,416 @@
+"""Extents on SSD that survive a crash: two slots for each part, checkpoints published without copying.
+
+Extents are known by number; the store knows nothing of models or torch. On-disk format: docs/store-format.md.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import path
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from greedysnake import _native
+from greedysnake.errors import ConfigError, GreedySnakeError, StorageError
+from greedysnake.runtime.directory import (
+    EXTENTS,
+    MANIFEST,
+    MANIFEST_IN_USE,
+    NEW,
+    SCRATCH,
+    StoreDirectory,
+)
+from greedysnake.runtime.io import File, IoEngine, Ticket
+from greedysnake.runtime.layout import ExtentSpec, Layout, Place, run_lengths
+from greedysnake.runtime.manifest import Manifest, plain_json
+from greedysnake.runtime.opening import allocate_scratch, create_store, resume_store
+from greedysnake.runtime.slots import SlotTable, same_slot
+
+__all__ = ["ExtentSpec", "Store", "StoreTicket"]
+
+ALL = slice(None)
+
+_SINGLE_SLOT_WARNING = (
+    "single_slot: updates overwrite the checkpoint in place. Disk use is halved, but a run that ends between "
+    "checkpoints cannot be resumed; only a checkpoint published as the last thing before the end can."
+)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Parts that lie together in one slot: one request to the I/O engine."""
+
+    io_ticket: Ticket
+    file: File
+    offset: int
+    address: int
+    slot: int
+    crcs: Mapping[int, int]
+    """CRC32C by part; empty for scratch."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoreTicket:
+    """A transfer under way. Its memory must stay untouched until `Store.wait` returns; wait for it once."""
+
+    kind: Literal["read", "write"]
+    extent: int | None
+    """None for scratch."""
+    runs: tuple[_Run, ...]
+
+
+class Store:
+    """Reads and writes extents, and publishes checkpoints of all of them.
+
+    Threads may work on different extents at the same time; order on one extent is the caller's business.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | Path],
+        extents: Sequence[ExtentSpec],
+        *,
+        io: IoEngine,
+        single_slot: bool = False,
+        fingerprint: str,
+        resume: bool = False,
+        overwrite: bool = False,
+        scratch: Sequence[int] = (),
+        verify_reads: bool = True,
+    ) -> None:
+        """Open the store in `directories`: new, or with `resume` at its last checkpoint.
+
+        `fingerprint` names what the extents hold; a checkpoint of another one is refused. `overwrite`
+        discards a checkpoint that is there. `scratch` gives the sizes of ranges that no checkpoint keeps.
+        """
+        if resume and overwrite:
+            raise ConfigError("resume and overwrite contradict each other: give one of them")
+        self.directories = _distinct(directories)
+        self.verify_reads = verify_reads
+        self._extents = tuple(extents)
+        self._fingerprint = fingerprint
+        self._io = io
+        self._layout = Layout.build(
+            self._extents, scratch, num_members=len(self.directories), num_slots=1 if single_slot else 2
+        )
+        self._slots = SlotTable(self._extents, self._layout.num_slots)
+        self._checkpoint: Manifest | None = None
+        self._lock = threading.Lock()
+        self._tickets: set[StoreTicket] = set()
+        self._publishing = False
+        self._in_place = False
+        """single_slot: the checkpoint has been overwritten in part, and its manifest is marked so."""
+        self._broken: str | None = None
+        with ExitStack() as undo:
+            self._members = [_enter(StoreDirectory(directory), undo) for directory in self.directories]
+            if resume:
+                manifest = resume_store(self._members, self._layout, self._extents, fingerprint)
+                self._checkpoint, self._store_id = manifest, manifest.store
+                self._slots.load(manifest.parts)
+            else:
+                self._store_id = create_store(self._members, self._layout, self._extents, overwrite)
+            self._files = [self._open(member, EXTENTS, undo) for member in range(len(self._members))]
+            self._scratch_resources = undo.enter_context(ExitStack())
+            self._scratch_files = [
+                self._open(member, SCRATCH, self._scratch_resources) for member in range(len(self._members))
+            ]
+            self._resources = undo.pop_all()
+        if single_slot:
+            warnings.warn(_SINGLE_SLOT_WARNING, RuntimeWarning, stacklevel=2)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the data files take in all directories together."""
+        return self._layout.disk_bytes
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a crash now would leave something to resume from."""
+        return self._checkpoint is not None and not self._in_place
+
+    @property
+    def step(self) -> int | None:
+        """Step of the last checkpoint; None before the first."""
+        return self._checkpoint.step if self._checkpoint else None
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """What `publish` was given at the last checkpoint, as JSON gives it back; empty before the first."""
+        return self._checkpoint.metadata if self._checkpoint else {}
+
+    def read(self, extent: int, address: int, parts: slice | range = ALL, urgent: bool = False) -> StoreTicket:
+        """Start to read the newest contents of a run of parts into memory at `address`."""
+        chosen = self._chosen(extent, parts)
+        slots, crcs = self._slots.to_read(extent, chosen)
+        return self._submit("read", extent, address, slots, crcs, urgent)
+
+    def write(self, extent: int, address: int, parts: slice | range = ALL, urgent: bool = False) -> StoreTicket:
+        """Start to write a run of parts from memory at `address`; the last checkpoint stays as it is."""
+        chosen = self._chosen(extent, parts)
+        spec = self._extents[extent]
+        start = address - spec.offsets[chosen.start]
+        crcs = {part: _native.crc32c(start + spec.offsets[part], spec.parts[part]) for part in chosen}
+        with self._lock:
+            self._require_writable()
+            if self._layout.num_slots == 1 and self.has_checkpoint:
+                self._members[0].rename(MANIFEST, MANIFEST_IN_USE)
+                self._in_place = True
+            slots = self._slots.start_write(extent, chosen)
+        return self._submit("write", extent, address, slots, crcs, urgent)
+
+    def read_scratch(self, index: int, address: int, nbytes: int, offset: int = 0, urgent: bool = False) -> StoreTicket:
+        """Start to read `nbytes` at `offset` of a scratch range; its contents are not checked."""
+        return self._submit_scratch("read", index, address, nbytes, offset, urgent)
+
+    def write_scratch(
+        self, index: int, address: int, nbytes: int, offset: int = 0, urgent: bool = False
+    ) -> StoreTicket:
+        """Start to write `nbytes` at `offset` of a scratch range, which no checkpoint keeps."""
+        return self._submit_scratch("write", index, address, nbytes, offset, urgent)
+
+    def poll(self, ticket: StoreTicket) -> bool:
+        """Whether `wait` would return, or raise, without blocking."""
+        return all(self._io.poll(run.io_ticket) for run in ticket.runs)
+
+    def wait(self, ticket: StoreTicket) -> None:
+        """Block until a transfer is done; StorageError when it failed or, for a read, when a CRC differs."""
+        try:
+            self._drain(ticket.runs)
+        finally:
+            with self._lock:
+                self._tickets.discard(ticket)
+        if ticket.extent is None:
+            return
+        if ticket.kind == "write":
+            for run in ticket.runs:
+                self._slots.settle(ticket.extent, dict.fromkeys(run.crcs, run.slot), run.crcs)
+        elif self.verify_reads:
+            self._verify(ticket.extent, ticket.runs)
+
+    def resize_scratch(self, sizes: Sequence[int]) -> None:
+        """Replace the scratch ranges, whose contents are lost; none may be under way."""
+        slots = self._layout.num_slots
+        layout = Layout.build(self._extents, sizes, num_members=len(self._members), num_slots=slots)
+        self._scratch_resources.close()
+        allocate_scratch(self._members, layout)
+        self._layout = layout
+        with ExitStack() as undo:
+            self._scratch_files = [self._open(member, SCRATCH, undo) for member in range(len(self._members))]
+            self._scratch_resources = undo.pop_all()
+
+    def publish(self, step: int, metadata: Mapping[str, object]) -> None:
+        """Make what was written the checkpoint of `step`; durable on return. Blocks on the drives.
+
+        Every write must have been waited for. On an error the checkpoint before stays.
+        """
+        with self._lock:
+            self._require_writable()
+            self._require_settled(step)
+            self._publishing = True
+        try:
+            manifest = self._manifest(step, metadata)
+            encoded = manifest.encode()
+            self._sync_data()
+            self._members[0].stage(MANIFEST, encoded)
+            self._put_in_place()
+            self._slots.pin()
+            self._checkpoint, self._in_place = manifest, False
+        finally:
+            self._publishing = False
+
+    def close(self) -> None:
+        """Wait for transfers under way, then give up files and locks. Publishes nothing."""
+        try:
+            for ticket in list(self._tickets):
+                try:
+                    self._drain(ticket.runs)
+                except GreedySnakeError:
+                    pass  # nobody waited for it, and without a publish it changes no checkpoint
+        finally:
+            self._tickets.clear()
+            self._scratch_resources.close()
+            self._resources.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Opening
+
+    def _open(self, member: int, name: str, undo: ExitStack) -> File | None:
+        if self._members[member].size(name) == 0:
+            return None
+        file = self._io.open(str(self._members[member].path / name))
+        undo.callback(file.close)
+        return file
+
+    # Transfers
+
+    def _chosen(self, extent: int, parts: slice | range) -> range:
+        if not 0 <= extent < len(self._extents):
+            raise ConfigError(f"extent {extent} of a store that has {len(self._extents)}")
+        every = range(len(self._extents[extent].parts))
+        chosen = every[parts] if isinstance(parts, slice) else parts
+        if not chosen or chosen.step != 1 or chosen.start < 0 or chosen.stop > every.stop:
+            raise ConfigError(f"{parts} is not a run of the {len(every)} parts of extent {extent}")
+        return chosen
+
+    def _require_writable(self) -> None:
+        """Called with the lock held, before anything of a write or a publish happens."""
+        if self._broken:
+            raise StorageError(
+                f"{self._broken}; since then it is unknown what the drive keeps: close the store and resume"
+            )
+        if self._publishing:
+            raise StorageError("a checkpoint is being published: write again when publish() has returned")
+
+    def _submit(
+        self,
+        kind: Literal["read", "write"],
+        extent: int,
+        address: int,
+        slots: Mapping[int, int],
+        crcs: Mapping[int, int],
+        urgent: bool,
+    ) -> StoreTicket:
+        place, spec = self._layout.extents[extent], self._extents[extent]
+        file = self._file(self._files, place)
+        first = next(iter(slots))
+        runs: list[_Run] = []
+        for parts in same_slot(slots):
+            slot = slots[parts.start]
+            begin, end = spec.offsets[parts.start], spec.offsets[parts.stop]
+            offset = slot * self._layout.slot_bytes[place.member] + place.offset + begin
+            target = address + begin - spec.offsets[first]
+            run_crcs = {part: crcs[part] for part in parts}
+            try:
+                io_ticket = self._io.submit(kind, file, offset, target, end - begin, urgent=urgent)
+            except BaseException:
+                self._drain(runs)  # memory of the caller must not be in flight when this raises
+                raise
+            runs.append(_Run(io_ticket, file, offset, target, slot, run_crcs))
+        return self._under_way(StoreTicket(kind, extent, tuple(runs)))
+
+    def _submit_scratch(
+        self, kind: Literal["read", "write"], index: int, address: int, nbytes: int, offset: int, urgent: bool
+    ) -> StoreTicket:
+        if not 0 <= index < len(self._layout.scratch):
+            raise ConfigError(f"scratch range {index} of a store that has {len(self._layout.scratch)}")
+        place = self._layout.scratch[index]
+        if offset < 0 or nbytes <= 0 or offset + nbytes > place.num_bytes:
+            raise ConfigError(
+                f"{nbytes} bytes at {offset} do not lie in scratch range {index} of {place.num_bytes} bytes"
+            )
+        file = self._file(self._scratch_files, place)
+        start = place.offset + offset
+        io_ticket = self._io.submit(kind, file, start, address, nbytes, urgent=urgent)
+        return self._under_way(StoreTicket(kind, None, (_Run(io_ticket, file, start, address, 0, {}),)))
+
+    @staticmethod
+    def _file(files: Sequence[File | None], place: Place) -> File:
+        file = files[place.member]
+        assert file is not None, "a directory that holds a place has the file"
+        return file
+
+    def _under_way(self, ticket: StoreTicket) -> StoreTicket:
+        with self._lock:
+            self._tickets.add(ticket)
+        return ticket
+
+    def _drain(self, runs: Sequence[_Run]) -> None:
+        """Wait for all of `runs`, then raise the first error: not even then is anything left in flight."""
+        first_error: BaseException | None = None
+        for run in runs:
+            try:
+                self._io.wait(run.io_ticket)
+            except BaseException as error:  # Ctrl-C too: wait serves it when its own transfer has ended
+                first_error = first_error or error
+        if first_error:
+            raise first_error
+
+    def _verify(self, extent: int, runs: Sequence[_Run]) -> None:
+        spec = self._extents[extent]
+        for run in runs:
+            first = next(iter(run.crcs))
+            for part, expected in run.crcs.items():
+                begin = spec.offsets[part] - spec.offsets[first]
+                found = _native.crc32c(run.address + begin, spec.parts[part])
+                if found == expected:
+                    continue
+                raise StorageError(
+                    f"{run.file.path}: part {part} of extent {extent} (offset {run.offset + begin}, "
+                    f"{spec.parts[part]} bytes) has CRC32C {found:08x}, expected {expected:08x}: what was "
+                    "read is not what was written; check the drive, then resume from a checkpoint",
+                    path=str(run.file.path),
+                    offset=run.offset + begin,
+                    wanted=spec.parts[part],
+                )
+
+    # Publishing
+
+    def _require_settled(self, step: int) -> None:
+        unsettled = [f"{extent}.{part}" for extent, part in self._slots.unsettled()]
+        if unsettled:
+            raise StorageError(
+                f"cannot publish step {step}: {len(unsettled)} parts were written without success "
+                f"(extent.part {', '.join(unsettled[:3])}{', ...' if len(unsettled) > 3 else ''}): "
+                "wait for each write, and repeat those that failed"
+            )
+
+    def _manifest(self, step: int, metadata: Mapping[str, object]) -> Manifest:
+        return Manifest(
+            store=self._store_id,
+            step=step,
+            fingerprint=self._fingerprint,
+            num_members=len(self._members),
+            num_slots=self._layout.num_slots,
+            extents=run_lengths(self._extents),
+            parts=self._slots.records(),
+            metadata=plain_json(metadata),
+        )
+
+    def _sync_data(self) -> None:
+        for file in self._files:
+            if file is None:
+                continue
+            try:
+                file.sync()
+            except StorageError as error:
+                # The kernel may drop what it could not write and report success next time: no second try.
+                self._broken = str(error)
+                raise
+
+    def _put_in_place(self) -> None:
+        try:
+            self._members[0].rename(MANIFEST + NEW, MANIFEST)
+            if self._layout.num_slots == 1:
+                self._members[0].remove([MANIFEST_IN_USE])
+        except StorageError as error:
+            # Either manifest may be the one that lasts, so both slots are pinned and neither may be written.
+            self._broken = str(error)
+            raise
+
+
+def _enter(directory: StoreDirectory, undo: ExitStack) -> StoreDirectory:
+    undo.callback(directory.close)
+    return directory
+
+
+def _distinct(directories: Sequence[str | Path]) -> tuple[Path, ...]:
+    if isinstance(directories, (str, Path)) or not directories:
+        raise ConfigError(f"directories must be a list of at least one path, not {directories!r}")
+    absolute = tuple(Path(path.abspath(directory)) for directory in directories)
+    real = [path.realpath(directory) for directory in absolute]
+    for index, directory in enumerate(real):
+        if directory in real[:index]:
+            raise ConfigError(f"{absolute[index]} is given twice: a drive holds one directory of a store")
+    return absolute
