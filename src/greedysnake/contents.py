@@ -1,0 +1,519 @@
+"""What every buffer holds while a schedule runs: the verifier's model of training, one value per slot and home.
+
+A value says what it is (weight 3.1 after 4 updates; the gradient of block 2, step 4, of these micro-batches), and
+every op finds the value it needs or is rejected. Trusts nothing but the plan; knows no torch and no schedule maker.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+from greedysnake.errors import VerifyError
+from greedysnake.holdings import Gradient, Listing, State, Tensor, Weight, chunks_of, resources_of, show
+from greedysnake.ops import Kind, Op, Plan, Resource
+from greedysnake.placement import Home
+from greedysnake.shapes import Chunk
+
+
+class Contents:
+    """Runs listings in program order; the order across lanes is proved elsewhere. An op reads, then writes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.held: dict[Resource, object] = {("squares",): frozenset(), ("losses",): frozenset()}
+        self.newest: dict[int, Resource] = {}
+        """The device slot that a block's weights were last brought to; older ones are given back."""
+        self.fetched: set[Resource] = set()
+        """Device slots whose tensor was fetched from its home."""
+        self.unread: dict[Resource, Op] = {}
+        """What was written and not yet read, with the op that wrote it."""
+        self.updates: Counter[tuple[int, int]] = Counter()
+        """How many updates every chunk has seen."""
+        self.micro_batches: list[int] = []
+        """How many micro-batches every training step had, the one at hand included."""
+        self.number = -1
+        self.step = 0
+        """Training steps before the listing at hand."""
+        for block, index in chunks_of(plan):
+            for home, where in ((Home.SSD, "ssd"), (Home.RAM, "ram")):
+                self.held[where, block, index] = self.parts(block, index, home, 0)
+
+    def run(self, listing: Listing) -> None:
+        self.listing = listing
+        self.number += 1
+        if listing.trains:
+            self.micro_batches.append(listing.num_micro_batches)
+        self.homes = self.plan.activation_homes(listing.num_kept)
+        existing = resources_of(self.plan, listing.num_kept)
+        self.firsts = check_compute(self.plan, listing)
+        for op in listing.ops:
+            self.op = op
+            self.reads, self.writes = list(op.reads), list(op.writes)
+            self.check_op(existing)
+            _ACTIONS[op.kind](self)
+            self.require(not self.reads, "reads", self.reads, ", which it does not need")
+            self.require(not self.writes, "writes", self.writes, ", which it does not fill")
+        self.end()
+
+    def check_op(self, existing: set[Resource]) -> None:
+        """What holds for every op: its slots exist, its flags mean something, and it overwrites nothing unread."""
+        op = self.op
+        for resource in (*op.reads, *op.writes):
+            self.require(resource in existing, "uses", resource, ", which does not exist")
+        used = {resource[1] for resource in (*op.reads, *op.writes) if str(resource[0]).startswith("update.")}
+        self.require(len(used) <= 1, "mixes update slots", used)
+        if op.kind in _OF_MICRO_BATCHES:
+            self.require(op.block < self.plan.num_compute, "is of a block that does not run")
+            self.require(op.index < self.listing.num_micro_batches, "has no such micro-batch")
+        else:
+            self.require(op.index < len(self.plan.blocks[op.block].chunks), "has no such chunk")
+        set_flags = {name for name in ("first", "last", "first_shared", "whole", "ahead") if getattr(op, name)}
+        self.require(set_flags <= _FLAGS.get(op.kind, set()), "has flags", set_flags)
+        for resource in op.reads:
+            self.unread.pop(resource, None)
+        for resource in op.writes:
+            wasted = None if self.adds_to(resource) else self.unread.get(resource)
+            self.require(wasted is None, "overwrites", resource, ", which nothing has read since", wasted)
+            self.unread[resource] = op
+
+    def adds_to(self, resource: Resource) -> bool:
+        """Whether the op changes what is there, rather than replacing it."""
+        match self.op.kind:
+            case Kind.UPLOAD | Kind.UPDATE | Kind.SQUARES:
+                return True
+            case Kind.BACKWARD if resource[0] == "gradients":
+                return not (self.op.first_shared if resource[1] == "shared" else self.op.first)
+            case Kind.ACCUMULATE:
+                return not self.op.first
+        return resource in (("losses",), ("loss",))
+
+    def end(self) -> None:
+        """The listing is over: what it sent home was fetched, and only updates of the step just ended may be open."""
+        for resource, op in self.unread.items():
+            if resource[0] == "activation":
+                raise VerifyError(f"{op} writes {show(resource)}, and nothing reads it ({self.listing.kind})")
+        if self.listing.kind != "flush" and self.held.get(("loss",)) != self.number:
+            raise VerifyError(f"L{self.plan.num_compute - 1}.0 is missing in listing {self.number}")
+        self.step += self.listing.trains
+        for block, index in chunks_of(self.plan):
+            done = self.updates[block, index]
+            wanted = [self.step if self.plan.blocks[block].chunks[index].trainable else 0]
+            if self.listing.trains and self.plan.homes[block][index].late:
+                wanted.append(self.step - 1)
+            if done not in wanted:
+                raise VerifyError(f"A{block}.{index} ran {done} times in {self.step} steps ({self.listing.kind})")
+
+    # What an op may touch, and what it must find
+
+    def require(self, holds: bool, *reason: object) -> None:
+        """Rejects the op unless the rule holds; the reason is words and values, put together only when needed."""
+        if not holds:
+            words = " ".join(map(show, reason)).replace(" ,", ",")
+            raise VerifyError(f"{self.op} {words} (listing {self.number}, {self.listing.kind})")
+
+    def next(self, resources: list[Resource], *names: str) -> Resource:
+        """The next thing that the op reads or writes: its kind says what comes in which order."""
+        found = resources.pop(0) if resources else ("nothing",)
+        self.require(found[0] in names, "has", found, "in the place of", " or ".join(names))
+        return found
+
+    def find(self, wanted: object, *names: str) -> Resource:
+        """The next thing that the op reads, which must hold what is wanted."""
+        slot = self.next(self.reads, *names)
+        self.holds(slot, wanted)
+        return slot
+
+    def holds(self, slot: Resource, wanted: object) -> None:
+        held = self.held.get(slot)
+        self.require(held == wanted, "finds", held, "in", slot, ", needs", wanted)
+
+    def own(self, resources: list[Resource], *names: str) -> Resource:
+        """The next thing that the op reads or writes, which must belong to its chunk."""
+        found = self.next(resources, *names)
+        self.require(found[1:] == (self.op.block, self.op.index), "touches", found, ", which is not its own")
+        return found
+
+    def part(self, slot: Resource, part: type[Weight] | type[State]) -> object:
+        """The weight or the state of a chunk in its home."""
+        held = self.held[slot]
+        assert isinstance(held, frozenset)
+        for value in held:
+            if isinstance(value, part):
+                return value
+        self.require(False, "finds", held, "in", slot, ", needs a", part.__name__.lower())
+        return None
+
+    def fill(self, value: object, *names: str) -> Resource:
+        """The next thing that the op writes holds this value from now on."""
+        slot = self.next(self.writes, *names)
+        self.held[slot] = value
+        return slot
+
+    @property
+    def chunk(self) -> Chunk:
+        return self.plan.blocks[self.op.block].chunks[self.op.index]
+
+    def moves(self, bytes_per_param: int) -> None:
+        wanted = self.chunk.num_params * bytes_per_param
+        self.require(self.op.nbytes == wanted, "moves", self.op.nbytes, "bytes of", wanted)
+
+    def parts(self, block: int, index: int, where: Home, version: int) -> frozenset[object]:
+        """The parts of a chunk that live in one place."""
+        home = self.plan.homes[block][index]
+        weight = [Weight(block, index, version)] if home.weight is where else []
+        state = [State(block, index, version)] if home.state is where else []
+        return frozenset([*weight, *state])
+
+    def version(self, block: int, index: int) -> int:
+        """Of the weight that training must see in this listing: every step before it, and no other."""
+        return self.step if self.plan.blocks[block].chunks[index].trainable else 0
+
+    def complete(self, block: int, step: int) -> frozenset[tuple[int, int]]:
+        """The backward ops whose gradients a block's gradient is the sum of."""
+        sources = self.plan.users_of_shared if block == self.plan.shared else {block}
+        trained = [source for source in sources if source >= self.plan.lowest]
+        return frozenset((source, index) for source in trained for index in range(self.micro_batches[step]))
+
+    # Compute
+
+    def weights(self, block: int) -> None:
+        slot = self.next(self.reads, "weights")
+        self.require(slot[1] == self.plan.blocks[block].pool, "reads weights of pool", slot[1])
+        self.require(slot == self.newest.get(block), "reads", slot, ", weights are in", self.newest.get(block))
+        chunks = range(len(self.plan.blocks[block].chunks))
+        self.holds(slot, frozenset(Weight(block, index, self.version(block, index)) for index in chunks))
+
+    def tensor(self, what: str, block: int, *, turns: bool) -> None:
+        """Reads a tensor of the op's micro-batch; where the snake turns, it has stayed on the device."""
+        slot = self.find(Tensor(what, self.number, block, self.op.index), "between", "activation")
+        self.on_device(slot, block)
+        is_first = self.listing.kind == "horizontal" or self.firsts[self.op.kind, self.op.block] == self.op.index
+        if turns and is_first:
+            self.require(
+                slot not in self.fetched, "fetches its", what, ", which was on the device when the snake turned"
+            )
+
+    def on_device(self, slot: Resource, block: int) -> None:
+        """A tensor that lives on the device has a place of its own there, others take turns in slots."""
+        place = self.place(block)
+        lives = self.home(block) is Home.DEVICE
+        self.require(slot == place if lives else slot[0] == "between", "keeps a tensor in", slot)
+
+    def home(self, block: int) -> Home:
+        return self.homes[block, int(self.place(block)[-1])]
+
+    def place(self, block: int) -> Resource:
+        return ("activation", block, 0 if self.listing.kind == "horizontal" else self.op.index)
+
+    def output(self, what: str, block: int) -> None:
+        slot = self.fill(Tensor(what, self.number, block, self.op.index), "between", "activation")
+        self.on_device(slot, block)
+        self.fetched.discard(slot)
+
+    def inputs(self) -> None:
+        block, is_last = self.op.block, self.op.block == self.plan.num_compute - 1
+        self.weights(block)
+        if self.plan.keeps_graph(block) and self.op.kind is Kind.BACKWARD:
+            self.find(Tensor("graph", self.number, block, self.op.index), "graph")
+        elif block:
+            self.tensor("activation", block, turns=is_last or self.op.kind is not Kind.BACKWARD)
+        if self.op.kind is Kind.BACKWARD and not is_last:
+            self.tensor("gradient", block + 1, turns=True)
+        if block in self.plan.users_of_shared:
+            assert self.plan.shared is not None
+            self.weights(self.plan.shared)
+
+    def forward(self) -> None:
+        self.inputs()
+        self.output("activation", self.op.block + 1)
+        if self.plan.keeps_graph(self.op.block) and self.listing.trains:
+            self.fill(Tensor("graph", self.number, self.op.block, self.op.index), "graph")
+
+    def evaluate(self) -> None:
+        self.inputs()
+        self.lose()
+
+    def lose(self) -> None:
+        old = self.held["losses",]
+        assert isinstance(old, frozenset)
+        this = {(self.number, self.op.index)}
+        self.fill(frozenset(loss for loss in old if loss[1] != self.op.index) | this, "losses")
+
+    def backward(self) -> None:
+        op, block = self.op, self.op.block
+        self.inputs()
+        if self.plan.blocks[block].num_trainable:
+            terms = self.add_gradient(block, starts=op.first)
+            share = {(block, op.index)} if self.listing.kind == "horizontal" else self.complete(block, self.step)
+            self.require(op.last == (terms == share), "has last=", op.last, "after", terms)
+        if block > self.plan.lowest:
+            self.output("gradient", block)
+        if block == self.plan.num_compute - 1:
+            self.lose()
+        adds_to_shared = self.plan.trains_shared and block in self.plan.users_of_shared
+        self.require(adds_to_shared or not op.first_shared, "has first_shared, and nothing to add")
+        if adds_to_shared:
+            assert self.plan.shared is not None
+            self.add_gradient(self.plan.shared, starts=op.first_shared)
+
+    def add_gradient(self, block: int, *, starts: bool) -> frozenset[tuple[int, int]]:
+        slot = self.next(self.writes, "gradients")
+        self.require(slot[1] == self.plan.gradient_pool(block), "adds to a gradient of pool", slot[1])
+        self.held[slot] = self.sum_of(slot, Gradient(block, -1, self.step, self.own_term), starts)
+        return self.held[slot].terms  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def own_term(self) -> frozenset[tuple[int, int]]:
+        return frozenset([(self.op.block, self.op.index)])
+
+    def sum_of(self, slot: Resource, new: Gradient, starts: bool) -> Gradient:
+        """The gradient in a slot plus a new one, or the new one alone."""
+        if starts:
+            return new
+        old = self.held.get(slot)
+        self.require(
+            isinstance(old, Gradient) and replace(old, terms=new.terms) == new and not old.terms & new.terms,
+            "adds",
+            new,
+            "to",
+            old,
+        )
+        assert isinstance(old, Gradient)
+        return replace(new, terms=old.terms | new.terms)
+
+    # Weights on their way to the device
+
+    def read_weights(self) -> None:
+        self.moves(self.plan.precision.weight_bytes)
+        self.fill(self.part(self.own(self.reads, "ssd"), Weight), "staging")
+
+    def upload(self) -> None:
+        """From its home in RAM, or from the slot that its reading or its update left it in. Filling starts anew
+        with another block, or when a chunk comes again."""
+        block, index = self.op.block, self.op.index
+        self.moves(self.plan.precision.weight_bytes)
+        source = self.next(self.reads, "ram", "staging", "update.weight")
+        if source[0] == "ram":
+            self.require(source[1:] == (block, index), "reads", source, ", which is not its own")
+            weight = self.part(source, Weight)
+        else:
+            weight = self.held.get(source)
+        if source[0] == "staging":
+            self.held[source] = None  # Read for one upload: another one may not live on what is left in the slot.
+        self.require(weight == Weight(block, index, self.updates[block, index]), "uploads", weight)
+        slot = self.next(self.writes, "weights")
+        self.require(slot[1] == self.plan.blocks[block].pool, "fills a slot of pool", slot[1])
+        old = self.held.get(slot, frozenset())
+        assert isinstance(old, frozenset)
+        goes_on = all(other.block == block and other.chunk != index for other in old)
+        self.held[slot] = (old if goes_on else frozenset()) | {weight}
+        self.newest[block] = slot
+
+    # Gradients and updates
+
+    def load_state(self) -> None:
+        """Brings to an update slot what lives on SSD: the state, and the weight where `whole` says so."""
+        home = self.plan.homes[self.op.block][self.op.index]
+        has_state = home.state is Home.SSD
+        source = self.own(self.reads, "ssd")
+        precision = self.plan.precision
+        self.moves(has_state * precision.state_bytes + self.op.whole * precision.weight_bytes)
+        if self.op.whole:
+            self.fill(self.part(source, Weight), "update.weight")
+        if has_state:
+            self.fill(self.part(source, State), "update.state")
+
+    def download(self) -> None:
+        """Brings a complete gradient to the host; with `whole`, the weight that it belongs to."""
+        block, index, precision = self.op.block, self.op.index, self.plan.precision
+        slot = self.next(self.reads, "gradients")
+        gradient = self.held.get(slot)
+        self.require(
+            isinstance(gradient, Gradient) and gradient.belongs(block, -1, self.step) and self.is_whole(gradient),
+            "brings",
+            gradient,
+            "from",
+            slot,
+            "before it is complete, or of another block or step",
+        )
+        assert isinstance(gradient, Gradient)
+        self.moves(precision.gradient_bytes + self.op.whole * precision.weight_bytes)
+        if self.op.whole:
+            self.weights(block)
+        target = self.fill(replace(gradient, chunk=index), "update.gradient", "kept", "spill")
+        if target[0] == "kept":
+            self.require(target[1:] == (block, index), "writes", target, ", which is not its own")
+            self.require(not self.is_spilled(), "skips the spill slot on the way to SSD")
+        if self.op.whole:
+            self.fill(Weight(block, index, self.step), "update.weight")
+
+    def is_whole(self, gradient: Gradient) -> bool:
+        """No backward op will add to it: horizontally each micro-batch's gradient goes to RAM by itself."""
+        if self.listing.kind == "horizontal" and gradient.block != self.plan.shared:
+            return len(gradient.terms) == 1
+        return gradient.terms == self.complete(gradient.block, gradient.step)
+
+    def is_spilled(self) -> bool:
+        home = self.plan.homes[self.op.block][self.op.index]
+        return home.late and home.gradient is Home.SSD
+
+    def own_gradient(self, step: int) -> Gradient:
+        """The gradient of the op's chunk in a step, complete."""
+        return Gradient(self.op.block, self.op.index, step, self.complete(self.op.block, step))
+
+    def accumulate(self) -> None:
+        slot = self.next(self.reads, "update.gradient")
+        new = self.held.get(slot)
+        self.require(isinstance(new, Gradient) and new.belongs(self.op.block, self.op.index, self.step), "adds", new)
+        assert isinstance(new, Gradient)
+        self.require(not self.is_spilled(), "adds in RAM to a gradient that lives on SSD")
+        kept = self.own(self.writes, "kept")
+        self.held[kept] = self.sum_of(kept, new, self.op.first)
+
+    def squares(self) -> None:
+        gradient = self.own_gradient(self.step)
+        self.find(gradient, "kept", "spill")
+        old = self.held["squares",]
+        assert isinstance(old, frozenset)
+        self.require(gradient not in old, "adds the same gradient to the norm twice")
+        self.fill(old | {gradient}, "squares")
+
+    def spill_gradient(self) -> None:
+        self.moves(self.plan.precision.gradient_bytes)
+        self.require(self.is_spilled(), "spills a gradient that lives in RAM")
+        gradient = self.own_gradient(self.step)
+        self.find(gradient, "spill")
+        self.held[self.own(self.writes, "kept")] = gradient
+
+    def recall_gradient(self) -> None:
+        self.moves(self.plan.precision.gradient_bytes)
+        self.require(self.is_spilled(), "recalls a gradient that lives in RAM")
+        self.fill(self.held.get(self.own(self.reads, "kept")), "update.gradient")
+
+    def update(self) -> None:
+        """The n-th update of a chunk takes the n-th step's gradient and verdict to parts that saw n before."""
+        block, index = self.op.block, self.op.index
+        done = self.updates[block, index]
+        self.require(self.chunk.trainable, "updates a frozen chunk")
+        self.require(done < len(self.micro_batches), "has no step left to belong to")
+        self.find(done, "verdict")
+        source = self.find(self.own_gradient(done), "update.gradient", "kept")
+        self.require(source[0] != "kept" or not self.is_spilled(), "reads a spilled gradient as if it were in RAM")
+        home = self.plan.homes[block][index]
+        for name, place, part in (("weight", home.weight, Weight), ("state", home.state, State)):
+            if place is Home.SSD:
+                slot = self.next(self.writes, f"update.{name}")
+                self.holds(slot, part(block, index, done))
+                self.held[slot] = part(block, index, done + 1)
+        in_ram = self.parts(block, index, Home.RAM, done)
+        if in_ram:
+            slot = self.own(self.writes, "ram")
+            self.holds(slot, in_ram)
+            self.held[slot] = self.parts(block, index, Home.RAM, done + 1)
+        self.updates[block, index] += 1
+
+    def write(self) -> None:
+        """Stores all that lives on SSD, as it is after the last update."""
+        home, precision = self.plan.homes[self.op.block][self.op.index], self.plan.precision
+        self.moves(
+            (home.weight is Home.SSD) * precision.weight_bytes + (home.state is Home.SSD) * precision.state_bytes
+        )
+        newest = self.updates[self.op.block, self.op.index]
+        for name, place, part in (("weight", home.weight, Weight), ("state", home.state, State)):
+            if place is Home.SSD:
+                self.find(part(self.op.block, self.op.index, newest), f"update.{name}")
+        self.held[self.own(self.writes, "ssd")] = self.parts(self.op.block, self.op.index, Home.SSD, newest)
+
+    # Tensors between blocks and their homes
+
+    def park(self) -> None:
+        self.to_home(self.carried("between"), "transfer" if self.home(self.op.block) is Home.SSD else "activation")
+
+    def spill(self) -> None:
+        self.to_home(self.carried("transfer"), "activation")
+
+    def recall(self) -> None:
+        self.to_home(self.carried("activation"), "transfer")
+
+    def get(self) -> None:
+        tensor = self.carried("transfer" if self.home(self.op.block) is Home.SSD else "activation")
+        self.fetched.add(self.fill(tensor, "between"))
+
+    def carried(self, name: str) -> object:
+        """The tensor that the op reads: an activation, or the gradient that took its place."""
+        self.require(self.home(self.op.block) is not Home.DEVICE, "moves a tensor that lives on the device")
+        slot = self.next(self.reads, name)
+        self.require(name != "activation" or slot == self.place(self.op.block), "reads", slot)
+        tensor = self.held.get(slot)
+        whats = [Tensor(what, self.number, self.op.block, self.op.index) for what in ("activation", "gradient")]
+        self.require(tensor in whats, "finds", tensor, "in", slot)
+        return tensor
+
+    def to_home(self, tensor: object, name: str) -> None:
+        slot = self.fill(tensor, name)
+        self.require(name != "activation" or slot == self.place(self.op.block), "writes", slot)
+
+    # Loss and norm
+
+    def loss(self) -> None:
+        this = frozenset((self.number, index) for index in range(self.listing.num_micro_batches))
+        losses = self.held["losses",]
+        assert isinstance(losses, frozenset)
+        self.require(this <= losses, "comes before the last micro-batch's loss")
+        self.next(self.reads, "losses")
+        self.require(self.held.get(("loss",)) != self.number, "comes a second time")
+        self.fill(self.number, "loss")
+
+    def verdict(self) -> None:
+        """Says whether the step counts. With clipping it knows the norm, over all chunks, and starts a new sum."""
+        self.require(self.listing.trains, "judges a listing that does not train")
+        self.require(self.held.get(("verdict",)) != self.step, "comes a second time")
+        self.find(self.number, "loss")
+        if self.plan.clipping:
+            trained = [(b, c) for b, c in chunks_of(self.plan) if self.plan.blocks[b].chunks[c].trainable]
+            norm = frozenset(Gradient(b, c, self.step, self.complete(b, self.step)) for b, c in trained)
+            self.find(norm, "squares")
+            self.held["squares",] = frozenset()
+        self.fill(self.step, "verdict")
+
+
+_OF_MICRO_BATCHES = {
+    *(Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATE),
+    *(Kind.PARK, Kind.GET, Kind.SPILL, Kind.RECALL),
+}
+_DONE_AHEAD = {Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.LOAD_STATE, Kind.RECALL_GRADIENT, Kind.UPDATE, Kind.WRITE}
+_FLAGS = {kind: {"ahead"} for kind in _DONE_AHEAD} | {
+    Kind.LOAD_STATE: {"ahead", "whole"},
+    Kind.DOWNLOAD: {"whole"},
+    Kind.BACKWARD: {"first", "last", "first_shared"},
+    Kind.ACCUMULATE: {"first"},
+}
+_ACTIONS = {kind: getattr(Contents, kind.name.lower()) for kind in Kind}
+
+
+def check_compute(plan: Plan, listing: Listing) -> dict[tuple[Kind, int], int]:
+    """Every block runs once per micro-batch; vertically in one go, in the reverse order of the block before it.
+    Returns the micro-batch that each (kind, block) starts with."""
+    ops = [op for op in listing.ops if op.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATE)]
+    last = plan.num_compute - 1
+    passes: list[tuple[Kind, int]] = []
+    if listing.kind != "flush":
+        passes = [(Kind.FORWARD, block) for block in range(last)]
+        trained = [(Kind.BACKWARD, block) for block in range(last, plan.lowest - 1, -1)]
+        passes += trained if listing.trains else [(Kind.EVALUATE, last)]
+    counted = Counter((op.kind, op.block, op.index) for op in ops)
+    wanted = Counter((*each, index) for each in passes for index in range(listing.num_micro_batches))
+    for kind, block, index in (counted - wanted) | (wanted - counted):
+        key = (kind, block, index)
+        raise VerifyError(f"{kind.value}{block}.{index} runs {counted[key]} times in a listing, not {wanted[key]}")
+    if listing.kind != "horizontal":
+        runs = [(key, list(run)) for key, run in groupby(ops, key=lambda op: (op.kind, op.block))]
+        if [key for key, _ in runs] != passes:
+            raise VerifyError(f"blocks run as {[f'{kind.value}{block}' for (kind, block), _ in runs]}")
+        for (_, before), (_, run) in pairwise(runs):
+            for op, turned in zip(run, reversed(before), strict=True):
+                if op.index != turned.index:
+                    raise VerifyError(f"{op} runs where the snake has micro-batch {turned.index}")
+    return {(op.kind, op.block): op.index for op in reversed(ops)}

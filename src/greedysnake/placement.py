@@ -1,0 +1,212 @@
+"""Where everything lives between uses: turns fractions that a person writes into a home for every chunk and tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from greedysnake.errors import ConfigError
+from greedysnake.shapes import BlockShape, Precision, spread
+
+
+class Home(Enum):
+    DEVICE = "device"
+    RAM = "ram"
+    SSD = "ssd"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Homes by fraction; what is neither on the device nor in RAM is on SSD."""
+
+    weights_ram: float = 0.0
+    """Share of the weights that stay in RAM."""
+    optimizer_ram: float = 0.0
+    """Share of the optimizer state (residual and moments) that stays in RAM."""
+    activations_device: float = 0.0
+    """Share of the activations that stay on the device from forward to backward."""
+    activations_ram: float = 1.0
+    """Share of the activations that wait in RAM."""
+    gradients_device: float = 1.0
+    """Share of the tensors between two blocks (activations going up, their gradients coming down) that stay
+    on the device until the next block takes them."""
+    gradients_ram: float = 1.0
+    """Share of the gradients kept for late updates that wait in RAM; the rest is spilled to SSD. It is
+    lowered when the RAM budget is too small."""
+    graphs_device: float = 0.0
+    """Share of the layers, from the last one down, whose whole autograd graph stays on the device from forward to
+    backward: nothing of them is computed twice, and their weights are fetched once."""
+    weights_device: float = 0.0
+    """Share of the layers, from the last one down, whose weights stay on the device from forward to backward and are
+    fetched once."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"placement.{name} is {value}: give a fraction between 0 and 1")
+        if self.activations_device + self.activations_ram > 1.0 + 1e-9:
+            raise ConfigError(
+                f"placement.activations_device + activations_ram is "
+                f"{self.activations_device + self.activations_ram:g}: together they are at most 1"
+            )
+
+
+@dataclass(frozen=True)
+class ChunkHome:
+    """Where a chunk's parts live, and when it is updated."""
+
+    weight: Home
+    state: Home
+    late: bool = False
+    """Its update is done in the next step's forward."""
+    gradient: Home = Home.RAM
+    """Where its gradient waits when the update is late."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How many buffers of each kind take turns; more of them let the lanes run further ahead."""
+
+    weights: int = 3
+    """Device buffers for the weights of layers."""
+    gradients: int = 2
+    """Device buffers for the gradients of layers."""
+    staging: int = 6
+    """Host buffers of one chunk's weights, between SSD and device."""
+    updates: int = 6
+    """Host buffers of one chunk with its gradient, for the optimizer."""
+    transfers: int = 4
+    """Host buffers of one activation, between SSD and device; and of one spilled gradient chunk."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.__dict__.items():
+            if value < 1:
+                raise ConfigError(f"slots.{name} is {value}: at least one buffer of each kind is needed")
+
+
+def chunk_homes(
+    blocks: Sequence[BlockShape],
+    placement: Placement,
+    *,
+    alpha: float,
+    clipping: bool,
+    has_ssd: bool = True,
+) -> tuple[tuple[ChunkHome, ...], ...]:
+    """Homes for every chunk of every block.
+
+    RAM goes to the first blocks first (their state is needed right after the step boundary), then evenly over
+    the rest, so that the SSD has a steady load. With clipping every update is late: the norm exists only when
+    the backward has ended. A block that the device holds from its first to its last use (head, shared
+    parameters) is otherwise never late: its update has the whole backward, or comes first in it.
+    """
+    if not has_ssd and (placement.weights_ram < 1 or placement.optimizer_ram < 1):
+        raise ConfigError(
+            "without a storage directory everything must live in RAM: "
+            "set placement.weights_ram and placement.optimizer_ram to 1, or give a directory"
+        )
+    if not has_ssd and placement.activations_device + placement.activations_ram < 1.0 - 1e-9:
+        raise ConfigError(
+            "without a storage directory no activation can live there: raise placement.activations_ram to "
+            f"{1.0 - placement.activations_device:g}, or give a directory"
+        )
+    weight_in_ram = _ram_flags(blocks, placement.weights_ram)
+    state_in_ram = _ram_flags(blocks, placement.optimizer_ram)
+    may_be_late = [
+        chunk.trainable and (clipping or not is_fetched_once(blocks, index))
+        for index, block in enumerate(blocks)
+        for chunk in block.chunks
+    ]
+    late_flags = iter(spread(sum(may_be_late), 1.0 if clipping else alpha))
+    late = [next(late_flags) if may else False for may in may_be_late]
+    spill_flags = iter(spread(sum(late), placement.gradients_ram if has_ssd else 1.0))
+    homes: list[ChunkHome] = []
+    for position, is_late in enumerate(late):
+        gradient = Home.RAM if not is_late or next(spill_flags) else Home.SSD
+        homes.append(
+            ChunkHome(
+                weight=Home.RAM if weight_in_ram[position] else Home.SSD,
+                state=Home.RAM if state_in_ram[position] else Home.SSD,
+                late=is_late,
+                gradient=gradient,
+            )
+        )
+    remaining = iter(homes)
+    return tuple(tuple(next(remaining) for _ in block.chunks) for block in blocks)
+
+
+def is_fetched_once(blocks: Sequence[BlockShape], index: int) -> bool:
+    """The last block runs forward and backward in one go, and shared parameters stay for the whole step."""
+    return index >= num_compute_blocks(blocks) - 1
+
+
+def keep_on_device(blocks: Sequence[BlockShape], placement: Placement) -> tuple[BlockShape, ...]:
+    """Moves the last layers to a pool in which each has a device slot of its own."""
+    kept = last_layers(blocks, max(placement.weights_device, placement.graphs_device))
+    return tuple(replace(block, pool="kept") if index in kept else block for index, block in enumerate(blocks))
+
+
+def last_layers(blocks: Sequence[BlockShape], share: float) -> range:
+    """A share of the blocks between the first and the last, from the last one down."""
+    layers = range(1, num_compute_blocks(blocks) - 1)
+    return layers[len(layers) - round(len(layers) * share) :]
+
+
+def num_compute_blocks(blocks: Sequence[BlockShape]) -> int:
+    """Blocks that run; the parameters that several of them share, if any, are one more block at the end."""
+    return len(blocks) - (blocks[-1].pool == "shared")
+
+
+def activation_homes(
+    saved: Sequence[int], passing: Sequence[int], num_micro_batches: int, placement: Placement
+) -> dict[tuple[int, int], Home]:
+    """Home of the input of every block but the first, for every micro-batch. Inputs of `saved` blocks come back in
+    the backward and are placed by fractions; those of `passing` blocks do not, and need RAM only in passing."""
+    return {
+        **_saved_homes([(block, index) for block in saved for index in range(num_micro_batches)], placement),
+        **{(block, index): Home.RAM for block in passing for index in range(num_micro_batches)},
+    }
+
+
+def _saved_homes(places: Sequence[tuple[int, int]], placement: Placement) -> dict[tuple[int, int], Home]:
+    if not places:
+        return {}
+    on_device = spread(len(places), placement.activations_device)
+    num_rest = on_device.count(False)
+    share = placement.activations_ram / (1 - placement.activations_device) if num_rest else 0.0
+    in_ram = iter(spread(num_rest, min(1.0, share))) if num_rest else iter(())
+    homes = {}
+    for place, device in zip(places, on_device, strict=True):
+        homes[place] = Home.DEVICE if device else Home.RAM if next(in_ram) else Home.SSD
+    return homes
+
+
+def ram_bytes(
+    blocks: Sequence[BlockShape], homes: Sequence[Sequence[ChunkHome]], precision: Precision
+) -> dict[str, int]:
+    """Bytes that live in RAM for good: weights, optimizer state, gradients kept for late updates."""
+    total = {"weights": 0, "optimizer state": 0, "gradients": 0}
+    for block, block_homes in zip(blocks, homes, strict=True):
+        for chunk, home in zip(block.chunks, block_homes, strict=True):
+            if home.weight is Home.RAM:
+                total["weights"] += chunk.num_params * precision.weight_bytes
+            if home.state is Home.RAM:
+                state = precision.state_bytes if chunk.trainable else precision.residual_bytes
+                total["optimizer state"] += chunk.num_params * state
+            if home.late and home.gradient is Home.RAM:
+                total["gradients"] += chunk.num_params * precision.gradient_bytes
+    return total
+
+
+FIRST_BLOCKS = 2
+"""How many blocks get RAM before it is spread evenly: they are needed right after the step boundary."""
+
+
+def _ram_flags(blocks: Sequence[BlockShape], share: float) -> list[bool]:
+    """One flag per chunk, in block order: lives in RAM."""
+    num_chunks = sum(len(block.chunks) for block in blocks)
+    wanted = round(num_chunks * share)
+    num_first = min(wanted, sum(len(block.chunks) for block in blocks[:FIRST_BLOCKS]))
+    num_rest = num_chunks - num_first
+    rest = spread(num_rest, (wanted - num_first) / num_rest) if num_rest else []
+    return [True] * num_first + rest

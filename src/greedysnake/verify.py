@@ -1,0 +1,164 @@
+"""Proves that a schedule trains correctly, without running it and without trusting the maker's bookkeeping.
+
+Three proofs: ops that touch the same thing are ordered across lanes (`check_order`); run in that order, every
+buffer holds what its reader expects (contents.py); and the bytes moved equal closed formulas. No torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from greedysnake.contents import Contents
+from greedysnake.errors import VerifyError
+from greedysnake.holdings import Listing, chunks_of, show
+from greedysnake.ops import Kind, Lane, Op, Plan, Resource
+from greedysnake.placement import Home, is_fetched_once
+
+__all__ = ["Listing", "check_order", "dependencies", "num_passes", "step_device_bytes", "step_ssd_bytes", "verify"]
+
+
+def verify(plan: Plan, listings: Sequence[Listing], after: Sequence[Sequence[int]] | None = None) -> None:
+    """Raises VerifyError unless the listings, submitted one after the other from the start, train correctly.
+
+    `after` gives for each op of all listings together the indices of the ops it waits for, besides those before
+    it on its own lane; `dependencies` unless told.
+    """
+    ops = [op for listing in listings for op in listing.ops]
+    check_order(ops, dependencies(ops) if after is None else after)
+    contents = Contents(plan)
+    for listing in listings:
+        contents.run(listing)
+    _check_traffic(plan, listings)
+
+
+def dependencies(ops: Sequence[Op]) -> list[tuple[int, ...]]:
+    """For each op the earlier ops on other lanes that it waits for: it reads what they write, or writes what they
+    read or write. The last one of each lane is enough, because lanes finish in order."""
+    writer: dict[Resource, int] = {}
+    readers: dict[Resource, list[int]] = {}
+    after = []
+    for index, op in enumerate(ops):
+        conflicts = [writer[resource] for resource in (*op.reads, *op.writes) if resource in writer]
+        for resource in op.writes:
+            conflicts += readers.pop(resource, ())
+            writer[resource] = index
+        for resource in op.reads:
+            if resource not in op.writes:
+                readers.setdefault(resource, []).append(index)
+        last = {ops[other].lane: other for other in sorted(conflicts)}
+        last.pop(op.lane, None)
+        after.append(tuple(sorted(last.values())))
+    return after
+
+
+def check_order(ops: Sequence[Op], after: Sequence[Sequence[int]]) -> None:
+    """Raises VerifyError unless the lanes cannot deadlock and every conflicting pair of ops is ordered.
+
+    A vector clock holds, for each lane, the last op that is surely over when this one starts. Dependencies that
+    all point backwards cannot deadlock: the first op that is not over can always run.
+    """
+    clocks: dict[Lane, dict[Lane, int]] = {lane: {} for lane in Lane}
+    finished: list[dict[Lane, int]] = []
+    touched: dict[tuple[Resource, bool], dict[Lane, int]] = {}
+    for index, op in enumerate(ops):
+        clock = dict(clocks[op.lane])
+        for other in after[index]:
+            if not 0 <= other < index:
+                raise VerifyError(f"{op} (op {index}) waits for op {other}, which is not before it: lanes can deadlock")
+            for lane, time in finished[other].items():
+                clock[lane] = max(clock.get(lane, -1), time)
+        for resource, writes in [(r, False) for r in op.reads] + [(r, True) for r in op.writes]:
+            for others_write in (True, False) if writes else (True,):
+                for lane, time in touched.get((resource, others_write), {}).items():
+                    if time > clock.get(lane, -1):
+                        does = "writes" if others_write else "reads"
+                        raise VerifyError(f"{op} does not wait for {ops[time]}, which {does} {show(resource)} before")
+        for resource, writes in [(r, False) for r in op.reads] + [(r, True) for r in op.writes]:
+            touched.setdefault((resource, writes), {})[op.lane] = index
+        clock[op.lane] = index
+        clocks[op.lane] = clock
+        finished.append(clock)
+
+
+# Bytes, by formula
+
+
+def step_ssd_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -> tuple[int, int]:
+    """Bytes of parameters, state and gradients that a step in the steady state reads from SSD and writes to it.
+
+    A weight is read once per pass over its block; the read for a late update serves the forward too, and in an
+    early update the weight comes down from the device. Only an early update of a block that is fetched once
+    reads its weight a second time. All on SSD that is 26 B per trainable parameter (bf16; 28 in fp32) for any
+    number of micro-batches and any alpha; with clipping 24 for the last block and the shared parameters.
+    Horizontally the 2 weight reads of a block become 2M. A spilled gradient adds 4 B each way.
+    """
+    read = write = 0
+    for block, index in chunks_of(plan):
+        chunk, home = plan.blocks[block].chunks[index], plan.homes[block][index]
+        weight = plan.precision.weight_bytes if home.weight is Home.SSD else 0
+        num_reads = num_passes(plan, block, num_micro_batches, kind)
+        if chunk.trainable:
+            state = plan.precision.state_bytes if home.state is Home.SSD else 0
+            spilled = plan.precision.gradient_bytes if home.late and home.gradient is Home.SSD else 0
+            num_reads += is_fetched_once(plan.blocks, block) and not home.late
+            read += chunk.num_params * (state + spilled)
+            write += chunk.num_params * (weight + state + spilled)
+        read += chunk.num_params * weight * num_reads
+    return read, write
+
+
+def step_device_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -> tuple[int, int]:
+    """Bytes of weights and gradients that a step uploads and downloads; tensors between blocks not counted."""
+    up = down = 0
+    for block, index in chunks_of(plan):
+        chunk, home = plan.blocks[block].chunks[index], plan.homes[block][index]
+        up += chunk.num_params * plan.precision.weight_bytes * num_passes(plan, block, num_micro_batches, kind)
+        if chunk.trainable:
+            num_downloads = 1 if kind == "vertical" or block == plan.shared else num_micro_batches
+            down += chunk.num_params * plan.precision.gradient_bytes * num_downloads
+            if not home.late and home.weight is Home.SSD and not is_fetched_once(plan.blocks, block):
+                down += chunk.num_params * plan.precision.weight_bytes
+    return up, down
+
+
+def num_passes(plan: Plan, block: int, num_micro_batches: int, kind: str) -> int:
+    """How often a listing brings a block's weights to the device."""
+    if kind == "flush":
+        return 0
+    if block == plan.shared:
+        return 1
+    runs_twice = kind != "evaluation" and plan.lowest <= block < plan.num_compute - 1 and not plan.keeps_weights(block)
+    return (2 if runs_twice else 1) * (num_micro_batches if kind == "horizontal" else 1)
+
+
+def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
+    """What a listing did ahead belongs to the next one that runs blocks. Uploads are counted in every listing,
+    bytes in those that train right after another that trained: the steady state."""
+    ahead: list[Op] = []
+    for previous, listing in pairwise((Listing("start", 0, ()), *listings)):
+        own = [op for op in listing.ops if not op.ahead]
+        if listing.kind == "flush":
+            if any(op.kind is Kind.UPLOAD for op in listing.ops):
+                raise VerifyError("flush uploads weights, which nothing in it uses")
+            ahead += [op for op in listing.ops if op.ahead]
+            continue
+        ops, ahead = ahead + own, [op for op in listing.ops if op.ahead]
+        uploads = Counter((op.block, op.index) for op in ops if op.kind is Kind.UPLOAD)
+        for block, index in chunks_of(plan):
+            wanted = num_passes(plan, block, listing.num_micro_batches, listing.kind)
+            if uploads[block, index] != wanted:
+                raise VerifyError(f"U{block}.{index} runs {uploads[block, index]} times, once per pass is {wanted}")
+        if not (previous.trains and listing.trains):
+            continue
+        moved: Counter[Lane] = Counter()
+        for op in ops:
+            moved[op.lane] += op.nbytes
+        found = (moved[Lane.READ] + moved[Lane.LOAD], moved[Lane.WRITE], moved[Lane.UPLOAD], moved[Lane.DOWNLOAD])
+        formula = (
+            *step_ssd_bytes(plan, listing.num_micro_batches, listing.kind),
+            *step_device_bytes(plan, listing.num_micro_batches, listing.kind),
+        )
+        if found != formula:
+            raise VerifyError(f"a step moves {found} bytes (ssd read, ssd write, h2d, d2h), the formula says {formula}")

@@ -1,0 +1,406 @@
+"""Every schedule that the maker writes is proved by the verifier; broken ones show that the verifier can be trusted."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from greedysnake.errors import ConfigError, PlanError, VerifyError
+from greedysnake.holdings import resources_of
+from greedysnake.ops import Cursor, Kind, Lane, Op, Plan, Resource
+from greedysnake.placement import Placement, Slots, chunk_homes, keep_on_device
+from greedysnake.report.schedule_text import example_plan, schedule_text
+from greedysnake.schedule import evaluation, flush, horizontal, vertical
+from greedysnake.shapes import GRANULE, PRECISIONS, BlockShape, Chunk, total_params
+from greedysnake.verify import Listing, check_order, dependencies, step_device_bytes, step_ssd_bytes, verify
+
+SCHEDULES = {"vertical": vertical, "horizontal": horizontal, "evaluation": evaluation}
+
+
+def make_listings(plan: Plan, kinds: Sequence[tuple[str, int]]) -> list[Listing]:
+    cursor = Cursor(plan)
+    listings = []
+    for kind, num_micro_batches in kinds:
+        if kind == "flush":
+            listings.append(Listing(kind, 0, tuple(flush(plan, cursor))))
+        else:
+            ops = SCHEDULES[kind](plan, cursor, num_micro_batches)
+            listings.append(Listing(kind, num_micro_batches, tuple(ops)))
+    return listings
+
+
+def make_block(name: str, trainable: Sequence[int], frozen: Sequence[int], pool: str) -> BlockShape:
+    """A block with chunks of these many granules."""
+    chunks, start = [], 0
+    for size, is_trainable in [(size, True) for size in trainable] + [(size, False) for size in frozen]:
+        chunks.append(Chunk(start, size * GRANULE, is_trainable))
+        start += size * GRANULE
+    return BlockShape(name, tuple(chunks), pool)
+
+
+def make_plan(
+    num_blocks: int = 4,
+    *,
+    chunks: Sequence[int] = (2, 1),
+    shared: bool = False,
+    alpha: float = 0.25,
+    clipping: bool = False,
+    precision: str = "bfloat16",
+    placement: Placement | None = None,
+    slots: Slots | None = None,
+) -> Plan:
+    """Embedding, layers and head of equal shape, all trainable, everything on SSD."""
+    pools = ["ends", *["layers"] * (num_blocks - 2), "ends"][:num_blocks] if num_blocks > 1 else ["layers"]
+    blocks = [make_block(f"block {index}", chunks, (), pool) for index, pool in enumerate(pools)]
+    if shared:
+        blocks.append(make_block("shared", (1,), (), "shared"))
+    placement = placement or Placement()
+    return Plan(
+        tuple(blocks),
+        chunk_homes(blocks, placement, alpha=alpha, clipping=clipping),
+        PRECISIONS[precision],
+        placement,
+        slots or Slots(),
+        clipping,
+        frozenset({0, num_blocks - 1}) if shared else frozenset(),
+    )
+
+
+sizes = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+fractions = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, spills: bool = True) -> Plan:
+    num_blocks = draw(st.integers(1, 8))
+    ends = draw(st.booleans())
+    blocks = []
+    for index in range(num_blocks):
+        trainable, frozen = draw(sizes), draw(sizes)
+        kept = draw(st.sampled_from(["trainable", "trainable", "both", "frozen"]))
+        pool = "ends" if ends and index in (0, num_blocks - 1) else "layers"
+        blocks.append(
+            make_block(
+                f"block {index}", trainable if kept != "frozen" else (), frozen if kept != "trainable" else (), pool
+            )
+        )
+    users: frozenset[int] = frozenset()
+    if num_blocks > 1 and draw(st.booleans()):
+        users = frozenset(draw(st.sets(st.integers(0, num_blocks - 1), min_size=2)))
+        kept = draw(st.sampled_from(["trainable", "both", "frozen"]))
+        blocks.append(
+            make_block("shared", draw(sizes) if kept != "frozen" else (), () if kept == "trainable" else (1,), "shared")
+        )
+    if not any(block.num_trainable for block in blocks):
+        blocks[0] = make_block("block 0", (1, 2), (), blocks[0].pool)
+    on_device = draw(fractions)
+    placement = Placement(
+        weights_ram=draw(fractions),
+        optimizer_ram=draw(fractions),
+        activations_device=on_device,
+        activations_ram=draw(fractions) * (1 - on_device),
+        gradients_device=draw(fractions),
+        gradients_ram=draw(fractions) if spills else 1.0,
+        graphs_device=draw(fractions) if spills else 0.0,
+        weights_device=draw(fractions) if spills else 0.0,
+    )
+    blocks = list(keep_on_device(blocks, placement))
+    slots = Slots(*(draw(st.integers(1, 4)) for _ in range(5)))
+    clipping = draw(st.booleans())
+    homes = chunk_homes(blocks, placement, alpha=draw(fractions), clipping=clipping)
+    precision = PRECISIONS[draw(st.sampled_from(sorted(PRECISIONS)))]
+    return Plan(tuple(blocks), homes, precision, placement, slots, clipping, users)
+
+
+def kinds(*training: str) -> st.SearchStrategy[list[tuple[str, int]]]:
+    names = st.sampled_from([*training, *training, "evaluation", "flush"])
+    return st.lists(st.tuples(names, st.integers(1, 9)), min_size=1, max_size=4)
+
+
+@settings(max_examples=250, deadline=None)
+@given(plans(), kinds("vertical"))
+def test_any_sequence_of_vertical_steps_evaluations_and_flushes_is_correct(
+    plan: Plan, listed: list[tuple[str, int]]
+) -> None:
+    verify(plan, make_listings(plan, [*listed, ("flush", 0)]))
+
+
+@settings(max_examples=120, deadline=None)
+@given(plans(spills=False), kinds("vertical", "horizontal"))
+def test_horizontal_steps_are_correct_between_any_others(plan: Plan, listed: list[tuple[str, int]]) -> None:
+    verify(plan, make_listings(plan, [*listed, ("flush", 0)]))
+
+
+def test_a_horizontal_step_refuses_spilled_gradients() -> None:
+    plan = make_plan(clipping=True, placement=Placement(gradients_ram=0.5))
+    with pytest.raises(PlanError, match="gradients_ram to 1"):
+        horizontal(plan, Cursor(plan), 2)
+
+
+# Order and lanes
+
+
+def test_dependencies_hold_one_op_per_other_lane() -> None:
+    plan = make_plan(shared=True, clipping=True)
+    ops = [op for listing in make_listings(plan, [("vertical", 3)] * 2) for op in listing.ops]
+    for op, after in zip(ops, dependencies(ops), strict=True):
+        lanes = [ops[index].lane for index in after]
+        assert len(set(lanes)) == len(lanes) and op.lane not in lanes
+
+
+def test_a_slot_is_not_reused_before_its_reader_ends() -> None:
+    plan = make_plan(slots=Slots(staging=1))
+    ops = make_listings(plan, [("vertical", 2)])[0].ops
+    after = dependencies(ops)
+    uploads = [index for index, op in enumerate(ops) if op.kind is Kind.UPLOAD and op.reads == (("staging", 0),)]
+    second_read = next(index for index, op in enumerate(ops) if index > uploads[0] and op.writes == (("staging", 0),))
+    assert uploads[0] in after[second_read]
+    after[second_read] = ()
+    with pytest.raises(VerifyError, match=r"does not wait for U0\.0, which reads staging 0"):
+        check_order(ops, after)
+
+
+def test_an_op_that_waits_for_a_later_one_is_a_deadlock() -> None:
+    ops = make_listings(make_plan(), [("vertical", 2)])[0].ops
+    after = dependencies(ops)
+    after[0] = (5,)
+    with pytest.raises(VerifyError, match="deadlock"):
+        check_order(ops, after)
+
+
+def test_without_its_dependencies_no_schedule_is_ordered() -> None:
+    ops = make_listings(make_plan(), [("vertical", 2)])[0].ops
+    with pytest.raises(VerifyError, match="does not wait"):
+        check_order(ops, [()] * len(ops))
+
+
+# Snake
+
+
+def test_the_micro_batch_at_which_the_snake_turns_is_never_fetched() -> None:
+    plan = make_plan(4, placement=Placement(gradients_device=0.0))
+    ops = make_listings(plan, [("vertical", 8)])[0].ops
+    order = [str(op) for op in ops if op.lane is Lane.COMPUTE]
+    assert order[6:10] == ["F0.6", "F0.7", "F1.7", "F1.6"]
+    fetched = Counter(str(op) for op in ops if op.kind is Kind.GET)
+    # Most inputs of block 1 are fetched for the forward, for the backward, and as the gradient that took their place.
+    assert fetched["G1.3"] == 3
+    assert fetched["G1.7"] == 2  # the forward of block 1 starts with what block 0 ended with
+    assert fetched["G1.0"] == 2  # the backward of block 0 starts with what block 1 ended with
+
+
+def test_tensors_that_stay_on_the_device_are_not_sent_home_without_need() -> None:
+    plan = make_plan(4, placement=Placement(gradients_device=1.0))
+    parked = Counter(op.block for op in make_listings(plan, [("vertical", 5)])[0].ops if op.kind is Kind.PARK)
+    assert parked == {1: 5, 2: 5}  # the input of the last block is used on the spot, gradients stay
+
+
+# Bytes
+
+
+def per_param(plan: Plan, num_bytes: int) -> float:
+    return num_bytes / total_params(plan.blocks)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 9])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("precision", "total"), [("bfloat16", 26), ("float32", 28)])
+def test_a_vertical_step_moves_26_bytes_per_parameter_for_any_batch_and_alpha(
+    num_micro_batches: int, alpha: float, precision: str, total: int
+) -> None:
+    plan = make_plan(5, alpha=alpha, precision=precision)
+    verify(plan, make_listings(plan, [("vertical", num_micro_batches)] * 3))
+    read, write = step_ssd_bytes(plan, num_micro_batches)
+    # fp32 keeps no residual: the last block reads 4 + 12 where the others read 4 + 4 + 8, the same.
+    assert per_param(plan, read + write) == total
+    assert per_param(plan, write) == 12
+
+
+def test_clipping_saves_the_last_block_and_the_shared_parameters_one_read_of_their_weights() -> None:
+    plain, clipped = (make_plan(4, shared=True, clipping=clipping) for clipping in (False, True))
+    fetched_once = plain.blocks[3].num_params + plain.blocks[4].num_params
+    assert sum(step_ssd_bytes(plain, 3)) - sum(step_ssd_bytes(clipped, 3)) == 2 * fetched_once
+
+
+def test_a_spilled_gradient_adds_8_bytes_per_parameter() -> None:
+    kept, spilled = (make_plan(4, clipping=True, placement=Placement(gradients_ram=share)) for share in (1.0, 0.0))
+    assert per_param(kept, sum(step_ssd_bytes(spilled, 3)) - sum(step_ssd_bytes(kept, 3))) == 8
+
+
+def test_a_horizontal_step_reads_weights_for_every_micro_batch() -> None:
+    plan = make_plan(4, alpha=0.0, chunks=(1,))
+    verify(plan, make_listings(plan, [("horizontal", 5)] * 3))
+    read, write = step_ssd_bytes(plan, 5, "horizontal")
+    # Three blocks read 2 x 5 times, the last one 5 times and once more for its update.
+    assert read == GRANULE * (3 * 2 * 10 + 2 * 6 + 4 * 10)
+    assert write == GRANULE * 4 * 12
+
+
+def test_ram_takes_its_share_off_the_ssd() -> None:
+    plan = make_plan(4, placement=Placement(weights_ram=1.0, optimizer_ram=0.0))
+    verify(plan, make_listings(plan, [("vertical", 3)] * 3))
+    read, write = step_ssd_bytes(plan, 3)
+    assert (per_param(plan, read), per_param(plan, write)) == (10, 10)
+
+
+def test_gradients_come_down_once_and_weights_go_up_twice() -> None:
+    plan = make_plan(4, alpha=0.0, chunks=(1,))
+    up, down = step_device_bytes(plan, 7)
+    assert up == GRANULE * 2 * (3 * 2 + 1)
+    assert down == GRANULE * (4 * 4 + 3 * 2)  # with the weights of the blocks that are fetched twice
+
+
+def test_without_enough_slots_nothing_runs_out() -> None:
+    plan = make_plan(8, alpha=0.5, slots=Slots(1, 1, 1, 1, 1), placement=Placement(0, 0, 0, 0, 0, 0))
+    verify(plan, make_listings(plan, [("vertical", 9), ("evaluation", 4), ("vertical", 1), ("flush", 0)]))
+
+
+# Broken schedules
+
+
+def mutants(plan: Plan, listing: Listing, index: int) -> Iterator[tuple[str, tuple[Op, ...]]]:
+    """Every way that we know to break one op of a list."""
+    before, op, after = listing.ops[:index], listing.ops[index], listing.ops[index + 1 :]
+    yield "drop", (*before, *after)
+    yield "do twice", (*before, op, op, *after)
+    for field in ("reads", "writes"):
+        resources: tuple[Resource, ...] = getattr(op, field)
+        for place, resource in enumerate(resources):
+            rest = (*resources[:place], *resources[place + 1 :])
+            yield f"forget that it {field} {resource}", (*before, replace(op, **{field: rest}), *after)
+            for other in resources_of(plan, listing.num_kept):
+                if other[0] == resource[0] and other != resource:
+                    moved = (*resources[:place], other, *resources[place + 1 :])
+                    yield f"{field} {other} for {resource}", (*before, replace(op, **{field: moved}), *after)
+    if after and is_ordered(op, after[0]):
+        yield f"swap with {after[0]}", (*before, after[0], op, *after[1:])
+    if op.nbytes:
+        yield "one byte more", (*before, replace(op, nbytes=op.nbytes + 1), *after)
+    for flag in ("first", "last", "first_shared", "whole"):
+        yield f"flip {flag}", (*before, replace(op, **{flag: not getattr(op, flag)}), *after)
+    if op.kind not in (Kind.LOSS, Kind.VERDICT):  # theirs are names only
+        yield "of the next block", (*before, replace(op, block=(op.block + 1) % len(plan.blocks)), *after)
+        yield "of the next index", (*before, replace(op, index=op.index + 1), *after)
+
+
+def is_ordered(first: Op, second: Op) -> bool:
+    """Whether two ops must not change places; two uploads into one slot, or two terms of a sum, may."""
+    return bool(set(first.writes) & set(second.reads) or set(first.reads) & set(second.writes))
+
+
+BROKEN = {
+    "plain": (make_plan(4), "vertical", 3),
+    "mixed homes": (
+        make_plan(
+            4,
+            shared=True,
+            alpha=0.5,
+            precision="float32",
+            placement=Placement(0.3, 0.5, 0.2, 0.4, 0.2, 0.5),
+            slots=Slots(2, 1, 2, 2, 2),
+        ),
+        "vertical",
+        7,
+    ),
+    "clipping": (
+        make_plan(
+            4, chunks=(1,), shared=True, clipping=True, placement=Placement(0.3, 0.3, 0.1, 0.4, 0, 0.5), slots=Slots(2)
+        ),
+        "vertical",
+        4,
+    ),
+    "horizontal": (make_plan(3, alpha=0.5, placement=Placement(0.2, 0.2, 0.2, 0.4)), "horizontal", 2),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_schedule_is_rejected(name: str) -> None:
+    plan, kind, num_micro_batches = BROKEN[name]
+    order = [(kind, num_micro_batches), (kind, num_micro_batches), ("evaluation", 2)]
+    listings = make_listings(plan, [*order, *order])
+    verify(plan, listings)
+    dice = random.Random(name)
+    seen: Counter[Kind] = Counter()
+    for _ in range(110):
+        target = dice.choice([1, 2])
+        listing = listings[target]
+        rarest = min(seen[op.kind] for op in listing.ops)
+        index = dice.choice([index for index, op in enumerate(listing.ops) if seen[op.kind] == rarest])
+        seen[listing.ops[index].kind] += 1
+        change, ops = dice.choice(list(mutants(plan, listing, index)))
+        broken = [*listings[:target], replace(listing, ops=ops), *listings[target + 1 :]]
+        try:
+            verify(plan, broken)
+        except VerifyError:
+            continue
+        pytest.fail(f"{listing.ops[index]} (op {index} of listing {target}) passes with: {change}")
+
+
+def test_an_update_before_the_norm_of_its_step_is_rejected() -> None:
+    plan = make_plan(clipping=True)
+    listings = make_listings(plan, [("vertical", 2)] * 2)
+    ops = list(listings[0].ops)
+    norm = next(op for op in ops if op.kind is Kind.VERDICT)
+    first_update = next(index for index, op in enumerate(ops) if op.kind is Kind.UPDATE)
+    ops.remove(norm)
+    ops.insert(first_update, norm)
+    with pytest.raises(VerifyError, match=r"A0\.0 finds nothing in verdict"):
+        verify(plan, [replace(listings[0], ops=tuple(ops)), listings[1]])
+
+
+def test_a_stale_weight_is_named_in_the_message() -> None:
+    plan = make_plan(alpha=0.0)
+    listings = make_listings(plan, [("vertical", 2)] * 2)
+    ops = tuple(op for op in listings[0].ops if str(op) != "A1.0")
+    with pytest.raises(VerifyError, match=r"W1\.0|U1\.0|A1\.0"):
+        verify(plan, [replace(listings[0], ops=ops), listings[1]])
+
+
+# The printed schedule
+
+
+def test_the_sample_in_the_docs_is_what_the_command_prints() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "schedule.md").read_text()
+    assert f"```text\n{schedule_text(blocks=4, micro_batches=3, alpha=0.25)}```" in page
+
+
+@pytest.mark.parametrize("kind", ["vertical", "horizontal"])
+@pytest.mark.parametrize("clipping", [False, True])
+def test_every_op_of_a_step_is_printed_once_and_explained(kind: str, clipping: bool) -> None:
+    text = schedule_text(blocks=5, micro_batches=4, alpha=0.5, clipping=clipping, kind=kind, chunks=3)
+    plan = example_plan(5, 3, 0.5, clipping)
+    ops = make_listings(plan, [(kind, 4)] * 2)[1].ops
+    body, legend = text.split("LEGEND")
+    printed = Counter(re.findall(r"\b[A-Z]\d+\.\d+", body))
+    # In the steady state a step does as much ahead for the next as was done ahead for it.
+    assert printed == Counter(map(str, ops))
+    for op in ops:
+        assert f"\n    {op.kind.value}  " in legend
+
+
+def test_a_horizontal_step_prints_one_phase_per_micro_batch() -> None:
+    text = schedule_text(blocks=3, micro_batches=2, kind="horizontal", steps=2)
+    assert text.count("BACKWARD OF MICRO-BATCH 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": 1}, "blocks is 1"),
+        ({"alpha": 2.0}, "alpha is 2.0"),
+        ({"kind": "diagonal"}, "give vertical or horizontal"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_with_the_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_text(**options)
