@@ -1,0 +1,302 @@
+"""How close a step comes to what its slowest resource allows, on a drive and a device of known speed.
+
+The drive is the I/O engine's rate limit; the device is blocks that wait instead of computing, so that the cores are
+free for the engine. Blocks have parameters, so all bytes flow: read, updated by the real optimizer and written.
+Four questions: is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, what does
+vertical gain over horizontal, and what does a late share of the update gain when both resources are equally busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import tempfile
+import time
+import timeit
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import greedysnake as gs
+from greedysnake.models.sequential import Batch
+from greedysnake.ops import Kind, Lane, Op
+from greedysnake.trace import Record, write_perfetto
+
+HIDDEN = (4, 16)
+BURST_S = 0.005
+"""As much lateness as the drive's rate limit makes up for (native/io_limits.h)."""
+ALPHAS = (0.0, 0.15, 0.2, 0.25, 0.3)
+"""In theory a fifth is best at the knee: the forward has a quarter of the compute time and with a late share a of the
+updates (2 + 22 a) / 26 of the SSD bytes."""
+
+
+class Device:
+    """Computes by waiting. A wait that the machine ends late makes the next one shorter, by as much as the rate limit
+    of the drive makes up for: a device with kernels in its queue does not notice that the host woke up late."""
+
+    def __init__(self, forward_s: float) -> None:
+        self.forward_s = forward_s
+        self._busy_until_s = 0.0
+
+    def compute(self, seconds: float) -> None:
+        self._busy_until_s = max(self._busy_until_s, time.perf_counter() - BURST_S) + seconds
+        time.sleep(max(0.0, self._busy_until_s - time.perf_counter()))
+
+
+class Waiting(torch.autograd.Function):
+    """A forward, and a backward that takes twice as long; the gradient of the weight is a constant."""
+
+    @staticmethod
+    def forward(ctx: object, hidden: torch.Tensor, weight: torch.Tensor, device: Device) -> torch.Tensor:
+        device.compute(device.forward_s)
+        ctx.rest = (weight.shape, device)  # type: ignore[attr-defined]
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        shape, device = ctx.rest  # type: ignore[attr-defined]
+        device.compute(2 * device.forward_s)
+        return gradients[0], gradients[0].new_full((1,), 1e-3).expand(shape), None
+
+
+class WaitingLayer(nn.Module):
+    def __init__(self, num_params: int, device: Device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_params))
+        self.device = device
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = Waiting.apply(hidden, self.weight, self.device)  # type: ignore[no-untyped-call]
+        return output
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(HIDDEN[1]))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return batch["values"] + self.weight
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN[1]))
+
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return (hidden * self.weight).sum()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, a device and a drive."""
+
+    num_layers: int
+    params_per_layer: int
+    chunks_per_layer: int
+    micro_batches: int
+    compute_s: float
+    """What the waits of one step add up to."""
+    bytes_per_s: float
+    alpha: float = 0.25
+    schedule: str = "vertical"
+    first_in_ram: bool = False
+    """The embedding and the first layer live in RAM: the next step needs them as soon as they are updated."""
+
+    @property
+    def forward_s(self) -> float:
+        """A forward is one wait, a backward recomputes it and waits twice as long again."""
+        return self.compute_s / (4 * self.num_layers * self.micro_batches)
+
+    @property
+    def bytes_per_param(self) -> int:
+        """SSD traffic of a step: weights twice, once or for every micro-batch; the rest in and all of it out."""
+        fetches = 2 if self.schedule == "vertical" else 2 * self.micro_batches
+        return 2 * fetches + 10 + 12
+
+    @property
+    def ssd_s(self) -> float:
+        num_on_ssd = self.num_layers - self.first_in_ram
+        return num_on_ssd * self.params_per_layer * self.bytes_per_param / self.bytes_per_s
+
+    @property
+    def placement(self) -> gs.Placement:
+        """Embedding and head are one chunk each."""
+        num_chunks = self.num_layers * self.chunks_per_layer + 2
+        share = (1 + self.chunks_per_layer) / num_chunks if self.first_in_ram else 0.0
+        return gs.Placement(weights_ram=share, optimizer_ram=share)
+
+    def layers(self) -> list[nn.Module]:
+        device = Device(self.forward_s)
+        return [WaitingLayer(self.params_per_layer, device) for _ in range(self.num_layers)]
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        return [{"values": torch.ones(HIDDEN, dtype=torch.bfloat16)} for _ in range(self.micro_batches)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    step_s: float
+    """Median from the start of one step to the start of the next: other work on the machine disturbs some."""
+    num_records: int
+
+
+def measure(setup: Setup, directory: Path, num_steps: int, trace: Path | None = None) -> Measured:
+    """Trains for `num_steps` after one that fills the pipeline."""
+    chunk_params = setup.params_per_layer // setup.chunks_per_layer
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as storage,
+        gs.Engine(
+            gs.Sequential(Embed(), setup.layers(), Head(), num_targets=lambda batch: HIDDEN[0]),
+            gs.AdamW(lr=1e-3),
+            storage=[storage],
+            ram="256MiB",
+            schedule=setup.schedule,
+            alpha=setup.alpha,
+            placement=setup.placement,
+            chunk_params=chunk_params,
+            io=gs.IoOptions(total_bytes_per_s=setup.bytes_per_s, piece_bytes=1 << 16),
+            num_threads=1,
+            trace=True,
+        ) as engine,
+    ):
+        batches = setup.batches()
+        engine.step(batches)
+        engine.records.clear()
+        gc.collect()
+        starts_s = [time.perf_counter()]
+        for _ in range(num_steps):
+            engine.step(batches)
+            starts_s.append(time.perf_counter())
+        if trace is not None:
+            write_perfetto(engine.records, trace)
+        step_s = statistics.median(after - before for before, after in itertools.pairwise(starts_s))
+        return Measured(step_s, len(engine.records) // num_steps)
+
+
+def compute_alone(setup: Setup, num_steps: int) -> float:
+    """Seconds a step's blocks take without the engine, recompute included."""
+    layers, batches = setup.layers(), setup.batches()
+    starts_s = [time.perf_counter()]
+    for _ in range(num_steps):
+        for layer in layers:
+            for batch in batches:
+                with torch.no_grad():
+                    layer(batch["values"])
+        for layer in layers:
+            for batch in batches:
+                layer(batch["values"].detach().requires_grad_()).sum().backward()
+        starts_s.append(time.perf_counter())
+    return statistics.median(after - before for before, after in itertools.pairwise(starts_s))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim: what was measured, what it is compared with, and what their ratio must reach."""
+
+    name: str
+    measured_s: float
+    against: str
+    against_s: float
+    ratio: float
+    """Of the two times, larger is better."""
+    target: float
+
+    @property
+    def reached(self) -> bool:
+        return self.ratio >= self.target
+
+
+def ssd_bound(base: Setup, directory: Path, num_steps: int) -> Row:
+    setup = replace(base, compute_s=0.3 * base.ssd_s)
+    step_s = measure(setup, directory, num_steps).step_s
+    return Row("SSD-bound step", step_s, "bytes / rate", setup.ssd_s, setup.ssd_s / step_s, 1 / 1.1)
+
+
+def compute_bound(base: Setup, directory: Path, num_steps: int) -> Row:
+    setup = replace(base, compute_s=1.2, bytes_per_s=base.bytes_per_s * base.ssd_s / 0.4)
+    alone_s = compute_alone(setup, num_steps)
+    step_s = measure(setup, directory, num_steps).step_s
+    return Row("compute-bound step", step_s, "compute alone", alone_s, alone_s / step_s, 1 / 1.1)
+
+
+def vertical_or_horizontal(base: Setup, directory: Path, num_steps: int) -> Row:
+    setup = replace(base, micro_batches=8, compute_s=0.3 * base.ssd_s)
+    vertical_s = measure(setup, directory, num_steps).step_s
+    horizontal_s = measure(replace(setup, schedule="horizontal"), directory, num_steps).step_s
+    return Row("vertical, M=8, SSD-bound", vertical_s, "horizontal", horizontal_s, horizontal_s / vertical_s, 2.0)
+
+
+def knee(base: Setup, directory: Path, num_steps: int) -> tuple[Row, dict[float, float]]:
+    """SSD and compute take equally long. Without late updates the SSD idles in most of the forward."""
+    base = replace(base, first_in_ram=True)
+    setup = replace(base, compute_s=base.ssd_s)
+    step_s = {alpha: measure(replace(setup, alpha=alpha), directory, num_steps).step_s for alpha in ALPHAS}
+    best = min(step_s, key=lambda alpha: step_s[alpha])
+    row = Row(f"knee, alpha={best:g}", step_s[best], "alpha=0", step_s[0.0], step_s[0.0] / step_s[best], 1.12)
+    return row, step_s
+
+
+def tracing_share(base: Setup, directory: Path) -> float:
+    """Share of a step that goes into recording it: the cost of one record times their number. Two runs differ by
+    more than that, so the cost is measured by itself."""
+    setup = replace(base, compute_s=base.ssd_s)
+    measured = measure(setup, directory, 1)
+    op = Op(Kind.FORWARD, 3, 1)
+    kept: list[Record] = []
+    number = 20_000
+    cost_s = timeit.timeit(lambda: kept.append(Record(1, op, Lane.COMPUTE, 0.0, 1.0, 0)), number=number) / number
+    return cost_s * measured.num_records / measured.step_s
+
+
+def table(rows: Sequence[Row], step_s: Mapping[float, float], share: float) -> str:
+    lines = [f"{'':<26}{'step':>9}  {'against':<14}{'':>9}{'ratio':>8}{'target':>8}"]
+    for row in rows:
+        lines.append(
+            f"{row.name:<26}{row.measured_s:>7.3f} s  {row.against:<14}{row.against_s:>7.3f} s"
+            f"{row.ratio:>8.3f}{row.target:>8.3f}{'' if row.reached else '  missed'}"
+        )
+    lines.append("at the knee: " + ", ".join(f"alpha={alpha:g} {value:.3f} s" for alpha, value in step_s.items()))
+    lines.append(f"recording the trace takes {share:.2%} of a step")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help="steps that are measured in each run")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--params", type=int, default=65_536, help="parameters of a layer")
+    parser.add_argument("--chunks", type=int, default=4, help="chunks of a layer")
+    parser.add_argument("--rate", type=float, default=22e6, help="bytes per second of the drive")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the drive is")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    base = Setup(arguments.layers, arguments.params, arguments.chunks, 2, 0.0, arguments.rate)
+    rows = [
+        make(base, arguments.directory, arguments.steps) for make in (ssd_bound, compute_bound, vertical_or_horizontal)
+    ]
+    row, step_s = knee(base, arguments.directory, arguments.steps)
+    rows.append(row)
+    share = tracing_share(base, arguments.directory)
+    if arguments.json:
+        result = {
+            "setup": asdict(base),
+            "rows": [{**asdict(row), "reached": row.reached} for row in rows],
+            "knee_step_s": step_s,
+            "tracing_share": share,
+        }
+        print(json.dumps(result, indent=2))
+        return
+    print(table(rows, step_s, share))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Adapts models to blocks."""

@@ -1,0 +1,124 @@
+"""Cross-entropy over a large vocabulary in chunks of tokens: the logits never exist as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+IGNORED = -100
+"""Label of a token that is no target."""
+
+CHUNK_TOKENS = 4096
+
+Adjust = Callable[[torch.Tensor], torch.Tensor]
+Kernel = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    adjust: Adjust | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> torch.Tensor:
+    """Summed loss of `labels` under the logits hidden @ weight.T + bias, as an fp32 scalar.
+
+    `hidden` is (tokens, hidden size), `labels` (tokens). The gradients are computed with the loss, chunk by chunk, so
+    nothing is computed twice and at most `chunk_tokens` rows of logits exist at a time. `adjust` is applied to the
+    logits of a chunk, element by element: a scale, a soft cap.
+    """
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, adjust, chunk_tokens)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        adjust: Adjust | None,
+        chunk_tokens: int,
+    ) -> torch.Tensor:
+        needs_gradient = any(ctx.needs_input_grad[:3])
+        kernel = _kernel(hidden.device.type)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if needs_gradient else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            logits = functional.linear(hidden[rows], weight, bias)
+            loss, of_logits = _chunk(kernel, logits, labels[rows], needs_gradient, adjust)
+            total += loss
+            if of_hidden is not None and of_weight is not None:
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+                of_weight += of_logits.T @ hidden[rows]
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        if of_hidden is not None and of_weight is not None:
+            ctx.save_for_backward(of_hidden, of_weight, of_bias)
+            ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
+        scale = outputs[0]
+        # In fp32: a scale rounded to bf16 would be off by the same factor for every token.
+        of_hidden = (of_hidden.to(of_weight.dtype) * scale).to(of_hidden.dtype)
+        of_weight = (of_weight * scale).to(ctx.weight_dtype)
+        of_bias = None if of_bias is None else (of_bias * scale).to(ctx.weight_dtype)
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _chunk(
+    kernel: Kernel, logits: torch.Tensor, labels: torch.Tensor, needs_gradient: bool, adjust: Adjust | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of one chunk, and its gradient by the logits as they come from the matrix."""
+    if adjust is None:
+        return kernel(logits, labels, needs_gradient)
+    with torch.set_grad_enabled(needs_gradient):
+        logits = logits.detach().requires_grad_(needs_gradient)
+        adjusted = adjust(logits)
+    loss, gradient = kernel(adjusted.detach(), labels, needs_gradient)
+    if needs_gradient:
+        (gradient,) = torch.autograd.grad(adjusted, logits, gradient)
+    return loss, gradient
+
+
+def _loss_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, needs_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of one chunk, and its gradient in the logits' dtype."""
+    scores = logits.float()
+    is_target = labels != IGNORED
+    picked = labels.clamp(min=0)[:, None]
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    loss = ((log_sum - scores.gather(-1, picked)).squeeze(-1) * is_target).sum()
+    if not needs_gradient:
+        return loss, logits
+    gradient = (scores - log_sum).exp()
+    gradient.scatter_add_(-1, picked, torch.full_like(picked, -1, dtype=gradient.dtype))
+    return loss, (gradient * is_target[:, None]).to(logits.dtype)
+
+
+@cache
+def _kernel(device_type: str) -> Kernel:
+    """On a GPU the passes over the logits are fused."""
+    if device_type == "cuda":
+        return torch.compile(_loss_and_gradient, dynamic=False)
+    return _loss_and_gradient
+
+
+def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The same in one piece by torch's own code: the yardstick in tests."""
+    logits = functional.linear(hidden, weight).float()
+    return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,131 @@
+"""A model as a sequence of blocks: embedding, layers, head. Any torch modules, or functions that make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from greedysnake.errors import ConfigError
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class MicroBatch(dict[str, torch.Tensor]):
+    """One micro-batch of a step, on the device. `notes` is what blocks remember about it; both end with the step."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.notes: dict[str, Any] = {}
+
+
+ModuleSource = nn.Module | Callable[[], nn.Module]
+
+
+class LayerGroup(nn.Module):
+    """Several layers that stream as one block."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+@dataclass(frozen=True)
+class BlockSource:
+    """How to make one block: its modules with the prefix their parameters' names get."""
+
+    name: str
+    members: tuple[tuple[str, ModuleSource], ...]
+
+    def build(self, *, values: bool = True) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+        """Makes the block's module; returns it with its parameters by their full names.
+
+        Without `values` the parameters' contents do not matter, as when they come from a checkpoint.
+        """
+        modules = [(prefix, _build(prefix, source)) for prefix, source in self.members]
+        parameters = {}
+        for prefix, module in modules:
+            for name, parameter in module.named_parameters():
+                parameters[f"{prefix}.{name}"] = parameter
+        module = modules[0][1] if len(modules) == 1 else LayerGroup([module for _, module in modules])
+        return module, parameters
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    def sources(self) -> Iterator[BlockSource]:
+        """The blocks in forward order."""
+
+    def num_targets(self, batch: Batch) -> int:
+        """How many tokens of a batch have a loss."""
+
+
+class Sequential:
+    """embed(batch) -> hidden; layer(hidden) -> hidden; head(hidden, batch) -> sum of the losses of the batch's
+    target tokens, a scalar.
+
+    Each may be a module or a function without arguments that makes one; such functions are called block by block,
+    so a model need never be in memory as a whole. They are called twice, the first time only for the shapes,
+    under `torch.device("meta")`. A parameter that several blocks share is recognised by identity.
+
+    A layer may have more methods, which are called outside of compiled code:
+    - `extra_inputs(batch)`, a tuple: the layer is called as layer(hidden, *extra_inputs).
+    - `keep_side(batch, side)` and `side_gradient(batch)`: such a layer returns (hidden, side), a second tensor that the
+      loss depends on. `keep_side` gets its value in the forward; `side_gradient` is asked in the backward for the
+      gradient of the summed loss by it, when all layers have been through the forward.
+    The batch that they get is a `MicroBatch`.
+    """
+
+    def __init__(
+        self,
+        embed: ModuleSource,
+        layers: Sequence[ModuleSource],
+        head: ModuleSource,
+        *,
+        num_targets: Callable[[Batch], int],
+        layers_per_block: int = 1,
+    ) -> None:
+        """`num_targets(batch)` is known before the forward, so that a step's loss is its sum over the targets of
+        all its micro-batches divided by their number. `layers_per_block` layers stream as one block."""
+        if layers_per_block < 1:
+            raise ConfigError(f"layers_per_block is {layers_per_block}: give 1 or more")
+        self._count = num_targets
+        self._embed = embed
+        self._layers = list(layers)
+        self._head = head
+        self._layers_per_block = layers_per_block
+
+    def num_targets(self, batch: Batch) -> int:
+        return self._count(batch)
+
+    def sources(self) -> Iterator[BlockSource]:
+        """The blocks in forward order."""
+        yield BlockSource("embed", (("embed", self._embed),))
+        for first in range(0, len(self._layers), self._layers_per_block):
+            group = self._layers[first : first + self._layers_per_block]
+            members = tuple((f"layers.{first + offset}", layer) for offset, layer in enumerate(group))
+            name = f"layers.{first}" if len(group) == 1 else f"layers.{first}-{first + len(group) - 1}"
+            yield BlockSource(name, members)
+        yield BlockSource("head", (("head", self._head),))
+
+
+def _build(name: str, source: ModuleSource) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    if not callable(source):
+        raise ConfigError(f"{name} is a {type(source).__name__}: give a torch module or a function that makes one")
+    module = source()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"the function given for {name} made a {type(module).__name__}: it must return a torch module"
+        )
+    return module

@@ -1,0 +1,146 @@
+"""Fits a plan into the memory there is, and says so in numbers when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from greedysnake.errors import PlanError
+from greedysnake.ops import Plan
+from greedysnake.placement import Home, Placement, Slots, chunk_homes, keep_on_device, ram_bytes
+from greedysnake.runtime.flat import FlatBlock
+from greedysnake.runtime.memory import page_aligned
+from greedysnake.shapes import Precision
+from greedysnake.sizes import format_size
+
+
+def make_plan(
+    blocks: Sequence[FlatBlock],
+    precision: Precision,
+    placement: Placement,
+    slots: Slots,
+    *,
+    alpha: float,
+    clipping: bool,
+    has_ssd: bool,
+) -> Plan:
+    shapes = keep_on_device([block.shape for block in blocks], placement)
+    return Plan(
+        shapes,
+        chunk_homes(shapes, placement, alpha=alpha, clipping=clipping, has_ssd=has_ssd),
+        precision,
+        placement,
+        slots,
+        clipping,
+        frozenset(number for number, block in enumerate(blocks) if block.shared),
+    )
+
+
+def require_ram(plan: Plan, budget_bytes: int) -> None:
+    """PlanError with the numbers unless the buffers that every step needs fit. Nothing is allocated yet."""
+    needed = slot_bytes(plan)
+    homes = ram_bytes(plan.blocks, plan.homes, plan.precision)
+    needed["weights that live in RAM"] = homes["weights"]
+    needed["optimizer state that lives in RAM"] = homes["optimizer state"]
+    total = sum(needed.values())
+    if total > budget_bytes:
+        raise PlanError(
+            f"needs {format_size(total)} of RAM before any activation ({_listed(needed)}), the budget is "
+            f"{format_size(budget_bytes)}: raise ram, lower chunk_params or slots, or keep less in RAM by placement"
+        )
+
+
+def slot_bytes(plan: Plan) -> dict[str, int]:
+    largest = max(chunk.num_params for block in plan.blocks for chunk in block.chunks)
+    precision = plan.precision
+    return {
+        "staging of weights": plan.slots.staging * largest * precision.weight_bytes,
+        "update slots": plan.slots.updates * largest * (precision.all_bytes + precision.gradient_bytes),
+    }
+
+
+def fit_gradients(
+    plan: Plan, num_micro_batches: int, activation_bytes: int, free_bytes: int, *, vertical: bool, has_ssd: bool
+) -> tuple[Plan, list[tuple[int, int]]]:
+    """Gives late gradients what RAM the activations leave, and spills the rest to SSD.
+
+    Returns the plan, and the chunks whose gradient waits in RAM.
+    """
+    counts = plan.count_homes(num_micro_batches if vertical else 1)
+    size = page_aligned(activation_bytes)
+    needed = {"activations": counts[Home.RAM] * size}
+    needed["transfer of activations"] = plan.slots.transfers * size if counts[Home.SSD] else 0
+    left = free_bytes - sum(needed.values())
+    if left < 0:
+        raise PlanError(
+            f"needs {format_size(sum(needed.values()))} of RAM for {counts[Home.RAM]} activations of "
+            f"{format_size(size)}, {format_size(free_bytes)} are left of the budget: raise ram, use fewer or smaller "
+            "micro-batches, or lower placement.activations_ram"
+        )
+    if not vertical:
+        return plan, _keep_all(plan, left)
+    late = _sizes(plan, only_late=True)
+    spill_bytes = plan.slots.transfers * max(late.values(), default=0)
+    if sum(late.values()) <= left and (plan.placement.gradients_ram == 1.0 or not has_ssd):
+        return _waiting_in_ram(plan, late), list(late)
+    if not has_ssd:
+        raise PlanError(
+            f"needs {format_size(sum(late.values()))} of RAM for the gradients of late updates, "
+            f"{format_size(max(0, left))} are left of the budget: raise ram, lower alpha or switch clipping off, "
+            "or give a storage directory to spill them to"
+        )
+    return _spill(plan, late, left - spill_bytes)
+
+
+def _keep_all(plan: Plan, left: int) -> list[tuple[int, int]]:
+    """Horizontally the gradients of all micro-batches add up in RAM."""
+    sizes = _sizes(plan, only_late=False)
+    if sum(sizes.values()) > left:
+        raise PlanError(
+            f"the horizontal schedule needs {format_size(sum(sizes.values()))} of RAM for gradients, "
+            f"{format_size(max(0, left))} are left of the budget: raise ram, or use schedule='vertical'"
+        )
+    return list(sizes)
+
+
+def _spill(plan: Plan, late: Mapping[tuple[int, int], int], left: int) -> tuple[Plan, list[tuple[int, int]]]:
+    if left < 0:
+        raise PlanError(
+            f"{format_size(-left)} of RAM are missing for the buffers that spill late gradients to SSD: raise ram, "
+            "lower chunk_params, or set alpha=0 without clipping"
+        )
+    wanted = plan.placement.gradients_ram * sum(late.values())
+    kept: list[tuple[int, int]] = []
+    used = 0
+    for key, nbytes in late.items():
+        if used + nbytes <= min(left, wanted):
+            kept.append(key)
+            used += nbytes
+    return _waiting_in_ram(plan, kept), kept
+
+
+def _waiting_in_ram(plan: Plan, kept: Collection[tuple[int, int]]) -> Plan:
+    """The plan in which the late gradients of these chunks wait in RAM, and all others on SSD."""
+    in_ram = set(kept)
+    homes = tuple(
+        tuple(
+            replace(home, gradient=Home.RAM if not home.late or (number, index) in in_ram else Home.SSD)
+            for index, home in enumerate(block_homes)
+        )
+        for number, block_homes in enumerate(plan.homes)
+    )
+    return replace(plan, homes=homes)
+
+
+def _sizes(plan: Plan, *, only_late: bool) -> dict[tuple[int, int], int]:
+    return {
+        (number, index): chunk.num_params * plan.precision.gradient_bytes
+        for number, block in enumerate(plan.blocks)
+        for index, chunk in enumerate(block.chunks)
+        if chunk.trainable and (plan.homes[number][index].late or not only_late)
+    }
+
+
+def _listed(needed: Mapping[str, int]) -> str:
+    rows = sorted(needed.items(), key=lambda row: -row[1])
+    return ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in rows if nbytes)

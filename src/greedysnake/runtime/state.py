@@ -1,0 +1,210 @@
+"""The model's values in their homes: puts them there, reads them back, writes what lives in RAM to the store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from greedysnake import _native
+from greedysnake.errors import ConfigError
+from greedysnake.ops import Plan
+from greedysnake.placement import Home
+from greedysnake.runtime.flat import FlatBlock, Place
+from greedysnake.runtime.layout import ExtentSpec
+from greedysnake.runtime.memory import HostMemory
+from greedysnake.runtime.store import Store
+from greedysnake.shapes import BlockShape, Chunk, Precision
+
+WEIGHT, STATE = 0, 1
+"""Parts of an extent."""
+
+
+def extent_specs(blocks: Sequence[BlockShape], precision: Precision) -> list[ExtentSpec]:
+    """One extent per chunk: its weight, then everything else of it that is stored."""
+    specs = []
+    for block in blocks:
+        for chunk in block.chunks:
+            per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
+            parts = [chunk.num_params * precision.weight_bytes, chunk.num_params * per_param]
+            specs.append(ExtentSpec(tuple(part for part in parts if part)))
+    return specs
+
+
+def fingerprint(blocks: Sequence[FlatBlock], precision: Precision) -> str:
+    """Names what the extents hold: every parameter with its place, and the precision."""
+    digest = hashlib.sha256(precision.name.encode())
+    for block in blocks:
+        for place in block.places:
+            digest.update(f"{block.name} {place.name} {place.offset} {tuple(place.shape)} {place.trainable}".encode())
+    return digest.hexdigest()[:32]
+
+
+def extent_numbers(blocks: Sequence[BlockShape]) -> dict[tuple[int, int], int]:
+    keys = [(block, index) for block, shape in enumerate(blocks) for index in range(len(shape.chunks))]
+    return {key: number for number, key in enumerate(keys)}
+
+
+class ModelState:
+    """Whole chunks pass through the first update slot: nothing else may be under way."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Sequence[FlatBlock],
+        host: HostMemory,
+        store: Store | None,
+        pool: _native.ThreadPool,
+    ) -> None:
+        self._plan = plan
+        self._blocks = blocks
+        self._host = host
+        self._store = store
+        self._pool = pool
+        self._extent = extent_numbers(plan.blocks)
+        self._dirty = {
+            (block, index)
+            for block, homes in enumerate(plan.homes)
+            for index, home in enumerate(homes)
+            if Home.RAM in (home.weight, home.state)
+        }
+
+    def fill(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Sets a block to these values, with zero moments."""
+        block = self._blocks[number]
+        precision = self._plan.precision
+        for place in block.places:
+            if parameters[place.name].is_meta:
+                raise ConfigError(
+                    f"{place.name} is on the meta device and has no values: give a function that makes the module"
+                )
+        for index, chunk in enumerate(block.shape.chunks):
+            master = torch.zeros(chunk.num_params, dtype=torch.float32, device="cpu")
+            for place, into, values in _overlaps(block.places, chunk):
+                flat = parameters[place.name].detach().reshape(-1)
+                master[into : into + len(values)].copy_(flat[values.start : values.stop])
+            slot = self._host.updates[0]
+            state = slot.data_ptr() + chunk.num_params * precision.weight_bytes
+            slot.zero_()
+            if precision.residual_bytes:
+                _native.split(self._pool, master.data_ptr(), slot.data_ptr(), state, chunk.num_params)
+            else:
+                slot[: master.nbytes].copy_(master.view(torch.uint8))
+            self._store_parts(number, index, slot, ram=True)
+
+    def write_ram_parts(self) -> None:
+        """Writes what lives in RAM to the store, so that a checkpoint has all of it."""
+        for number, index in sorted(self._dirty):
+            self._store_parts(number, index, self._load(number, index), ram=False)
+
+    def read_ram_parts(self) -> None:
+        """The other way round, after resuming."""
+        for number, index in sorted(self._dirty):
+            slot = self._host.updates[0]
+            assert self._store is not None
+            self._store.wait(self._store.read(self._extent[number, index], slot.data_ptr()))
+            self._keep_in_ram(number, index, slot)
+
+    def parameters_of(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master) of one block, which is read as a whole before the first comes."""
+        block = self._blocks[number]
+        master = torch.zeros(block.shape.num_params, dtype=torch.float32, device="cpu")
+        for index, chunk in enumerate(block.shape.chunks):
+            slot = self._load(number, index)
+            target = master[chunk.start : chunk.start + chunk.num_params]
+            self._join(slot, chunk, target)
+        for place in block.places:
+            yield place.name, master[place.offset : place.end].view(place.shape).clone()
+
+    def moments_of(self, number: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """(name, exp_avg, exp_avg_sq) of the trained parameters of one block, likewise."""
+        precision, block = self._plan.precision, self._blocks[number]
+        moments = torch.zeros(2, block.shape.num_trainable, dtype=torch.float32, device="cpu")
+        for index, chunk in enumerate(block.shape.chunks):
+            if chunk.trainable:
+                slot = self._load(number, index)
+                start = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
+                both = slot[start : start + 8 * chunk.num_params].view(torch.float32).view(2, -1)
+                moments[:, chunk.start : chunk.start + chunk.num_params].copy_(both)
+        for place in block.places:
+            if place.trainable:
+                exp_avg, exp_avg_sq = moments[:, place.offset : place.end].clone()
+                yield place.name, exp_avg.view(place.shape), exp_avg_sq.view(place.shape)
+
+    def _join(self, slot: torch.Tensor, chunk: Chunk, target: torch.Tensor) -> None:
+        precision = self._plan.precision
+        if precision.residual_bytes:
+            residual = slot.data_ptr() + chunk.num_params * precision.weight_bytes
+            _native.join(self._pool, slot.data_ptr(), residual, target.data_ptr(), chunk.num_params)
+        else:
+            target.copy_(slot[: target.nbytes].view(torch.float32))
+
+    def _sizes(self, number: int, index: int) -> tuple[int, int]:
+        """Bytes of a chunk's weight and of the rest of it."""
+        chunk, precision = self._plan.blocks[number].chunks[index], self._plan.precision
+        per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
+        return chunk.num_params * precision.weight_bytes, chunk.num_params * per_param
+
+    def _load(self, number: int, index: int) -> torch.Tensor:
+        """Gathers a whole chunk, from RAM and SSD, in the first update slot."""
+        slot, home = self._host.updates[0], self._plan.homes[number][index]
+        weight_bytes, state_bytes = self._sizes(number, index)
+        for part, part_home, start in ((WEIGHT, home.weight, 0), (STATE, home.state, weight_bytes)):
+            nbytes = state_bytes if part == STATE else weight_bytes
+            if not nbytes:
+                continue
+            if part_home is Home.RAM:
+                values = self._host.weights if part == WEIGHT else self._host.state
+                slot[start : start + nbytes].copy_(values[number, index])
+            else:
+                assert self._store is not None
+                address = slot.data_ptr() + start
+                self._store.wait(self._store.read(self._extent[number, index], address, slice(part, part + 1)))
+        return slot
+
+    def _store_parts(self, number: int, index: int, slot: torch.Tensor, *, ram: bool) -> None:
+        """Puts a whole chunk in its homes (`ram`), or its RAM-homed parts in the store."""
+        home = self._plan.homes[number][index]
+        weight_bytes, state_bytes = self._sizes(number, index)
+        if ram:
+            self._keep_in_ram(number, index, slot)
+        wanted = Home.SSD if ram else Home.RAM
+        parts = [part for part, where in ((WEIGHT, home.weight), (STATE, home.state)) if where is wanted]
+        if not state_bytes:
+            parts = [part for part in parts if part == WEIGHT]
+        if not parts:
+            return
+        assert self._store is not None
+        address = slot.data_ptr() + (weight_bytes if parts[0] == STATE else 0)
+        run = slice(parts[0], parts[-1] + 1)
+        self._store.wait(self._store.write(self._extent[number, index], address, run))
+
+    def _keep_in_ram(self, number: int, index: int, slot: torch.Tensor) -> None:
+        home = self._plan.homes[number][index]
+        weight_bytes, state_bytes = self._sizes(number, index)
+        if home.weight is Home.RAM:
+            self._host.weights[number, index].copy_(slot[:weight_bytes])
+        if home.state is Home.RAM and state_bytes:
+            self._host.state[number, index].copy_(slot[weight_bytes : weight_bytes + state_bytes])
+
+
+def _overlaps(places: Sequence[Place], chunk: Chunk) -> Iterator[tuple[Place, int, range]]:
+    """Parameters that lie in a chunk: where in the chunk, and which of their elements."""
+    end = chunk.start + chunk.num_params
+    for place in places:
+        first, last = max(place.offset, chunk.start), min(place.end, end)
+        if first < last:
+            yield place, first - chunk.start, range(first - place.offset, last - place.offset)
+
+
+def require_parameters(block: FlatBlock, parameters: Mapping[str, torch.Tensor]) -> None:
+    """The second time a block is built it must have the parameters it had the first time."""
+    for place in block.places:
+        found = parameters.get(place.name)
+        if found is None or found.shape != place.shape:
+            shape = None if found is None else tuple(found.shape)
+            raise ConfigError(
+                f"{place.name} was {tuple(place.shape)} when the model's shapes were read and is {shape} when it is "
+                "built: its function must make the same module each time"
+            )

@@ -1,0 +1,53 @@
+"""Cross-entropy in chunks of tokens against torch's own, in one piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from greedysnake.models.loss import IGNORED, chunked_cross_entropy, cross_entropy
+
+
+def make(dtype: torch.dtype, tokens: int = 50) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(33, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, 33, (tokens,), generator=generator)
+    labels[::7] = IGNORED
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 12, 50, 1000])
+def test_loss_and_gradients_are_those_of_torch(chunk_tokens: int) -> None:
+    hidden, weight, labels = make(torch.float32)
+    ours = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens)
+    theirs = cross_entropy(hidden, weight, labels)
+    # The same sums in another order: a few units in the last place of float32.
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    found = torch.autograd.grad(ours * 0.3, [hidden, weight])
+    wanted = torch.autograd.grad(theirs * 0.3, [hidden, weight])
+    for ours_one, theirs_one in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours_one, theirs_one, rtol=1e-4, atol=1e-5)
+
+
+def test_scale_of_the_gradient_is_not_rounded_to_bfloat16() -> None:
+    hidden, weight, labels = make(torch.bfloat16)
+    scale = 1 / 131_073  # bf16 has no number within 0.3 % of some of its neighbours
+    (of_hidden,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels) * scale, [hidden])
+    (unscaled,) = torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), [hidden])
+    ratio = of_hidden.double().norm() / unscaled.double().norm() / scale
+    assert abs(ratio.item() - 1) < 2e-4
+
+
+def test_ignored_tokens_alone_give_no_loss_and_no_gradient() -> None:
+    hidden, weight, labels = make(torch.float32)
+    loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED))
+    gradients = torch.autograd.grad(loss, [hidden, weight])
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients)
+
+
+def test_without_gradients_none_are_computed() -> None:
+    hidden, weight, labels = make(torch.float32)
+    with torch.no_grad():
+        assert not chunked_cross_entropy(hidden, weight, labels).requires_grad

@@ -1,0 +1,47 @@
+"""The backward of a block without its output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import greedysnake as gs
+from greedysnake.runtime.recompute import Recompute
+from reference import OPTIMIZER, make_batches, make_parts, train_reference
+
+
+def gradients(output: torch.Tensor, inputs: list[torch.Tensor], seed: torch.Tensor | None) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(output, inputs, seed))
+
+
+def test_gradients_are_those_of_the_module() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    hidden, seed = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
+    inputs = [hidden, *module.parameters()]
+    found = gradients(Recompute(module)(hidden, seed), inputs, None)
+    for ours, theirs in zip(found, gradients(module(hidden), inputs, seed), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("graphs", [0.0, 0.5])
+def test_a_compiled_engine_trains_as_plain_pytorch(graphs: float, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    wanted = train_reference(make_parts(), OPTIMIZER, lambda step: make_batches(2, step, uneven=False), 3)
+    with gs.Engine(
+        make_parts().sequential(),
+        OPTIMIZER,
+        storage=[tmp_path / "store"],
+        ram="64MiB",
+        dtype="float32",
+        compile=True,
+        placement=gs.Placement(graphs_device=graphs),
+    ) as engine:
+        losses = [engine.step(make_batches(2, step, uneven=False)).loss for step in range(3)]
+        found = dict(engine.named_parameters())
+    assert losses == pytest.approx(wanted.losses, rel=1e-5)
+    for name, parameter in wanted.parameters.items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)

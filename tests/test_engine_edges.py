@@ -1,0 +1,547 @@
+"""The engine with unusual models, odd batches, interrupts, and used in an unusual order."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import greedysnake as gs
+from greedysnake.placement import Home
+from greedysnake.runtime.actions import Actions, StepContext
+from greedysnake.runtime.runner import Runner
+from reference import (
+    OPTIMIZER,
+    Batch,
+    Head,
+    Layer,
+    Parts,
+    Plain,
+    make_batches,
+    make_parts,
+    num_targets,
+    train_engine,
+    train_reference,
+)
+
+IN_RAM = gs.Placement(weights_ram=1, optimizer_ram=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_engine(parts: Parts | gs.Sequential, *directories: Path, **options: object) -> gs.Engine:
+    model = parts.sequential() if isinstance(parts, Parts) else parts
+    defaults = {"ram": "64MiB", "dtype": "float32", "alpha": 0.5, "chunk_params": 2048}
+    return gs.Engine(model, OPTIMIZER, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+# Models
+
+
+class BareHead(nn.Module):
+    """A head that owns nothing."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        logits = functional.linear(hidden, self.weight).flatten(0, 1)
+        return functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def tied_without_norm() -> Parts:
+    parts = make_parts()
+    return Parts(parts.embed, parts.layers, BareHead(parts.embed.weight))  # type: ignore[arg-type]
+
+
+def one_layer_three_times() -> Parts:
+    parts = make_parts()
+    return Parts(parts.embed, [parts.layers[0]] * 3, parts.head)
+
+
+def layers_without_parameters() -> Parts:
+    parts = make_parts()
+    return Parts(parts.embed, [Plain(), Plain()], parts.head)
+
+
+@pytest.mark.parametrize("make", [tied_without_norm, one_layer_three_times, layers_without_parameters])
+def test_blocks_that_own_no_parameter_train_as_plain_pytorch(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+
+    def batches(step: int) -> list[Batch]:
+        return make_batches(2, step)
+
+    parts = make()
+    expected = train_reference(copy.deepcopy(parts), OPTIMIZER, batches, 3)
+    found = train_engine(parts.sequential(), batches, 3, storage=[tmp_path], dtype="float32", chunk_params=2048)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def loss_of(parts: Parts, batches: list[Batch]) -> float:
+    total = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            hidden = parts.embed(batch)
+            for layer in parts.layers:
+                hidden = layer(hidden)
+            total += float(parts.head(hidden, batch))
+    return total / sum(map(num_targets, batches))
+
+
+@pytest.mark.parametrize("activations_ram", [0.0, 1.0])
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_evaluation_may_have_more_and_larger_micro_batches_than_training(
+    schedule: str, activations_ram: float, tmp_path: Path
+) -> None:
+    parts = make_parts()
+    few, many = make_batches(2, 0), make_batches(9, 1, length=20)
+    expected = loss_of(parts, many)
+    placement = gs.Placement(activations_ram=activations_ram, gradients_device=0.3)
+    with make_engine(parts, tmp_path, schedule=schedule, placement=placement) as engine:
+        assert engine.evaluate(many) == pytest.approx(expected, rel=1e-6)
+        first = engine.step(few).loss
+        engine.evaluate(many)
+        assert engine.step(few).loss < first
+        assert engine.evaluate(many) != pytest.approx(expected, rel=1e-6)
+
+
+# Gradients that are not finite
+
+
+class PoisonedEmbed(nn.Module):
+    """The loss is finite, the gradient of the embedding is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(37, 32))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        weight = self.weight.clone()
+        if weight.requires_grad:
+            weight.register_hook(lambda gradient: gradient * float("nan"))
+        return functional.embedding(batch["ids"], weight)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_shared_gradient_that_is_not_finite_is_not_applied(schedule: str, tmp_path: Path) -> None:
+    embed = PoisonedEmbed()
+    parts = Parts(embed, make_parts().layers, Head(37, 32, embed.weight))
+    with make_engine(parts, tmp_path, schedule=schedule) as engine:
+        with pytest.warns(RuntimeWarning, match="the gradient of shared is not finite"):
+            assert engine.step(make_batches(2, 0)).skipped
+        assert all(bool(value.isfinite().all()) for _, value in engine.named_parameters())
+
+
+class PoisonedHead(Head):
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return super().forward(hidden, batch) * float("nan")
+
+
+def test_skipped_step_is_told_without_waiting_for_the_cpu(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """The verdict falls on the CPU lane, which may come to it after step() has returned."""
+    parts = make_parts(frozen=["embed", "layers"])
+    model = Parts(parts.embed, parts.layers, PoisonedHead(37, 32))
+    released = threading.Event()
+    with delayed(Actions, "decide", released), make_engine(model, tmp_path) as engine:
+        result = engine.step(make_batches(1, 0))
+        assert result.skipped and engine.num_skipped == 1
+        assert not [warning for warning in recwarn if "is not finite" in str(warning.message)]
+        released.set()
+
+
+@contextmanager
+def delayed(owner: type, name: str, released: threading.Event) -> Iterator[None]:
+    """Calls of a method wait until they are released."""
+    method = getattr(owner, name)
+
+    def wait_first(*arguments: object) -> object:
+        assert released.wait(10)
+        return method(*arguments)
+
+    setattr(owner, name, wait_first)
+    try:
+        yield
+    finally:
+        released.set()
+        setattr(owner, name, method)
+
+
+# Interrupts and ends
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs in a process of its own, which must end: a hang fails after a minute."""
+    command = [sys.executable, "-c", SCRIPT_START + script, *map(str, arguments)]
+    tests = str(Path(__file__).parent)
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": tests}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+SCRIPT_START = """
+import sys
+from pathlib import Path
+import torch
+import greedysnake as gs
+from reference import make_batches, make_parts
+from test_engine_edges import make_engine
+torch.set_num_threads(1)
+engine = make_engine(make_parts(), Path(sys.argv[1]), alpha=1.0)
+engine.step(make_batches(2, 0))
+"""
+
+
+def test_interrupt_between_two_ops_closes_the_engine(tmp_path: Path) -> None:
+    """Other lanes wait for compute ops that never come: they must not be waited for."""
+    ended = run_script(
+        """
+engine.save()
+from greedysnake.runtime.runner import Runner
+collect, calls = Runner._collect, []
+def interrupted(self):
+    calls.append(self)
+    if len(calls) == 2:  # the first is before the step
+        raise KeyboardInterrupt
+    collect(self)
+Runner._collect = interrupted
+try:
+    engine.step(make_batches(2, 1))
+except KeyboardInterrupt:
+    pass
+with make_engine(make_parts(), Path(sys.argv[1]), resume=True) as resumed:
+    print(resumed.num_steps)
+""",
+        tmp_path,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+
+
+@pytest.mark.parametrize("where", ["_take_next", "_judge", "_result"])
+def test_interrupt_within_a_step_leaves_no_half_step_to_be_saved(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(make_parts(), tmp_path) as engine:
+        engine.step(make_batches(2, 0))
+        monkeypatch.setattr(gs.Engine, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(make_batches(2, 1))
+        with pytest.raises(gs.GreedySnakeError, match="the engine is closed"):
+            engine.save()
+
+
+def test_interrupt_within_a_flush_loses_no_late_update_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(make_parts(), tmp_path, alpha=1.0) as engine:
+        engine.step(make_batches(2, 0))
+        monkeypatch.setattr(Runner, "link", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.flush()
+        with pytest.raises(gs.GreedySnakeError, match="the engine is closed"):
+            engine.save()
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_process_ends_though_the_engine_was_not_closed(tmp_path: Path) -> None:
+    ended = run_script("print('end')", tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "end\n"), ended.stderr
+
+
+def test_engine_that_nobody_holds_gives_its_directory_back(tmp_path: Path) -> None:
+    num_threads = threading.active_count()
+    engine = make_engine(make_parts(), tmp_path)
+    engine.step(make_batches(2, 0))
+    engine.flush()
+    del engine
+    gc.collect()
+    make_engine(make_parts(), tmp_path).close()
+    assert threading.active_count() == num_threads
+
+
+# Steps that cannot be run
+
+
+def test_gradients_come_back_to_ram_after_a_step_that_did_not_fit(tmp_path: Path) -> None:
+    """The second step spills them, the third is refused and frees its room, the fourth has room for all again."""
+    lengths = (12, 60, 4000, 12)
+    options = {"alpha": 1.0, "slots": gs.Slots(transfers=1)}
+    found = []
+    with make_engine(make_parts(), tmp_path, ram="560KiB", **options) as engine:
+        for length in lengths:
+            if length == 4000:
+                with pytest.raises(gs.PlanError):
+                    engine.step(make_batches(2, 2, length=length))
+            else:
+                found.append(engine.step(make_batches(2, 2, length=length)).loss)
+            if length == 60:
+                assert any(home.gradient is Home.SSD for homes in engine.plan.homes for home in homes)
+        assert not any(home.gradient is Home.SSD for homes in engine.plan.homes for home in homes)
+    with make_engine(make_parts(), tmp_path / "other", **options) as engine:
+        assert found == [engine.step(make_batches(2, 2, length=length)).loss for length in (12, 60, 12)]
+
+
+def test_bad_batches_are_refused_in_words_and_the_engine_goes_on(tmp_path: Path) -> None:
+    good = make_batches(2, 0)
+    with make_engine(make_parts(), tmp_path) as engine:
+        for wrong, message in (
+            ([], "at least one micro-batch"),
+            (good[0], "give a list of micro-batches"),
+            ([[1, 2]], "micro-batch 0 is a list"),
+            ([good[0], {**good[1], "note": "text"}], "'note' of micro-batch 1 is a str"),
+        ):
+            with pytest.raises(gs.ConfigError, match=message):
+                engine.step(wrong)  # type: ignore[arg-type]
+            with pytest.raises(gs.ConfigError, match=message):
+                engine.evaluate(wrong)  # type: ignore[arg-type]
+        expected = engine.evaluate(good)
+        assert engine.step(batch for batch in good).loss == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+def test_number_of_targets_may_be_a_tensor(tmp_path: Path) -> None:
+    parts = make_parts()
+    model = gs.Sequential(
+        parts.embed,
+        parts.layers,
+        parts.head,
+        num_targets=lambda batch: (batch["labels"] != -100).sum(),  # type: ignore[arg-type,return-value]
+    )
+    with make_engine(model, tmp_path) as engine:
+        result = engine.step(make_batches(2, 0))
+        assert (type(result.loss), type(result.num_tokens)) == (float, int)
+
+
+def test_step_and_evaluation_run_under_inference_mode(tmp_path: Path) -> None:
+    with make_engine(make_parts(), tmp_path / "plain") as engine:
+        expected = [engine.step(make_batches(2, step)).loss for step in range(2)]
+    with make_engine(make_parts(), tmp_path / "inference") as engine:
+        with torch.inference_mode():
+            assert engine.evaluate(make_batches(2, 0)) == pytest.approx(expected[0])
+            assert engine.step(make_batches(2, 0)).loss == expected[0]
+        assert engine.step(make_batches(2, 1)).loss == expected[1]
+
+
+def test_micro_batch_without_rows_is_no_error(tmp_path: Path) -> None:
+    batches = make_batches(2, 0)
+    empty = {name: value[:0] for name, value in batches[0].items()}
+    with make_engine(make_parts(), tmp_path, placement=gs.Placement(activations_ram=0)) as engine:
+        expected = engine.evaluate(batches)
+        assert engine.step([batches[0], empty, batches[1]]).loss == pytest.approx(expected)
+
+
+# Used in an unusual order
+
+
+def test_steps_may_come_while_parameters_are_listed(tmp_path: Path) -> None:
+    def train(engine: gs.Engine) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            engine.step(make_batches(2, step))
+        return dict(engine.named_parameters())
+
+    with make_engine(make_parts(), tmp_path / "plain", alpha=1.0) as engine:
+        expected = train(engine)
+    with make_engine(make_parts(), tmp_path / "listed", alpha=1.0) as engine:
+        parameters, moments = engine.named_parameters(), engine.named_moments()
+        next(parameters), next(moments)
+        found = train(engine)
+        assert len(list(parameters)) == len(list(moments)) == len(expected) - 1
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        parameters = engine.named_parameters()
+        next(parameters)
+    with pytest.raises(gs.GreedySnakeError, match="the engine is closed"):
+        list(parameters)
+
+
+def test_parameters_are_listed_whatever_the_default_device(tmp_path: Path) -> None:
+    with make_engine(make_parts(), tmp_path, dtype="bfloat16") as engine:
+        engine.step(make_batches(2, 0))
+        expected = dict(engine.named_parameters())
+        with torch.device("meta"):
+            assert all(value.is_cpu for _, value in engine.named_parameters())
+            assert all(torch.equal(expected[name], value) for name, value in engine.named_parameters())
+            assert all(exp_avg.is_cpu for _, exp_avg, _ in engine.named_moments())
+
+
+def test_model_whose_values_an_engine_took_is_refused_unless_a_checkpoint_has_them(tmp_path: Path) -> None:
+    model = make_parts().sequential()
+    with make_engine(model, tmp_path) as engine:
+        engine.save()  # before any step
+    with make_engine(model, tmp_path, resume=True) as engine:
+        expected = engine.step(make_batches(2, 0)).loss
+    with make_engine(make_parts(), tmp_path / "other") as engine:
+        assert engine.step(make_batches(2, 0)).loss == expected
+    with pytest.raises(gs.ConfigError, match=r"embed\.weight .*make the modules anew"):
+        make_engine(model, tmp_path / "third")
+
+
+# What a block may not do, and what no plan can do
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden += 1.0
+        return self.linear(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("frozen", [(), ("embed",)])
+@pytest.mark.parametrize("activations_device", [0.0, 1.0])
+def test_layer_that_changes_its_input_in_place_is_refused(
+    activations_device: float, frozen: tuple[str, ...], tmp_path: Path
+) -> None:
+    """With its input's home on the device the backward would start from the changed input, and nobody would know."""
+    parts = make_parts(frozen=frozen)
+    placement = gs.Placement(activations_device=activations_device, activations_ram=1 - activations_device)
+    engine = make_engine(Parts(parts.embed, [InPlace()], parts.head), tmp_path, placement=placement)
+    with engine, pytest.raises(gs.ConfigError, match=r"layers\.0 changes its input in place"):
+        engine.step(make_batches(2, 0))
+
+
+class Pair(nn.Embedding):
+    def forward(self, batch: Batch) -> tuple[torch.Tensor]:  # type: ignore[override]
+        return (super().forward(batch["ids"]),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placement": gs.Placement(weights_ram=1, optimizer_ram=1, activations_ram=0.5)}, "activations_ram"),
+        ({"storage": "directory"}, "a list of directories"),
+        ({"storage": Path("directory")}, "a list of directories"),
+        ({"chunk_params": 1e6}, "chunk_params is 1000000.0"),
+        ({"schedule": "horizontal", "placement": gs.Placement(1, 1, graphs_device=1)}, "graphs_device"),
+    ],
+)
+def test_what_cannot_work_is_refused_when_the_engine_is_made(
+    options: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    defaults = {"storage": (), "ram": "64MiB", "placement": IN_RAM}
+    with pytest.raises(gs.GreedySnakeError, match=message):
+        gs.Engine(make_parts().sequential(), OPTIMIZER, **{**defaults, **options})  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("owns", [True, False])
+def test_model_without_trainable_parameters_is_refused_when_the_engine_is_made(owns: bool) -> None:
+    parts = make_parts(frozen=["embed", "layers", "head"]) if owns else Parts(Plain(), [], Plain())
+    with pytest.raises(gs.PlanError, match="nothing to train"):
+        make_engine(parts, placement=IN_RAM)
+
+
+def test_without_storage_late_gradients_stay_in_ram() -> None:
+    with make_engine(make_parts(), placement=gs.Placement(1, 1, gradients_ram=0)) as engine:
+        first = engine.step(make_batches(2, 0)).loss
+        assert engine.step(make_batches(2, 0)).loss < first
+
+
+def test_module_without_values_is_refused_in_words() -> None:
+    parts = make_parts()
+    with torch.device("meta"):
+        layer = Layer(32, 96)
+    with pytest.raises(gs.ConfigError, match=r"layers\.0\.up\.weight is on the meta device"):
+        make_engine(Parts(parts.embed, [layer], parts.head), placement=IN_RAM)
+
+
+def test_embedding_that_returns_no_tensor_is_refused_in_words() -> None:
+    parts = make_parts()
+    engine = make_engine(Parts(Pair(37, 32), parts.layers, parts.head), placement=IN_RAM)
+    with engine, pytest.raises(gs.ConfigError, match="embed returned a tuple"):
+        engine.step(make_batches(2, 0))
+
+
+def test_evaluations_do_not_count_in_the_bound_of_the_next_step(tmp_path: Path) -> None:
+    with make_engine(make_parts(), tmp_path, trace=True) as engine:
+        engine.step(make_batches(2, 0))
+        num_records = len(engine.records)
+        for _ in range(10):
+            engine.evaluate(make_batches(4, 0, length=200))
+        assert len(engine.records) > num_records
+        with held_up(0.5):
+            assert engine.step(make_batches(2, 0)).bound_fraction < 0.5
+
+
+@contextmanager
+def held_up(seconds: float) -> Iterator[None]:
+    """A step takes this much longer, without anyone being busy."""
+    method = gs.Engine._prepare
+
+    def slow(self: gs.Engine, context: StepContext) -> None:
+        time.sleep(seconds)
+        method(self, context)
+
+    gs.Engine._prepare = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        gs.Engine._prepare = method  # type: ignore[method-assign]
+
+
+def test_forked_child_leaves_its_parents_engine_alone(tmp_path: Path) -> None:
+    ended = run_script(
+        """
+import os
+with engine:
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.step(make_batches(2, 1))
+        except gs.GreedySnakeError as error:
+            print(error, flush=True)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    engine.step(make_batches(2, 1))
+    engine.save()
+    print(engine.num_steps)
+""",
+        tmp_path,
+    )
+    message, steps = ended.stdout.splitlines()
+    assert "forked" in message
+    assert (ended.returncode, steps) == (0, "2"), ended.stderr
+
+
+class PoisonedAtTimes(PoisonedEmbed):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        if bool(batch["poison"]):
+            return super().forward(batch)
+        return functional.embedding(batch["ids"], self.weight)
+
+
+def test_horizontal_micro_batch_that_is_not_finite_is_seen_though_the_cpu_lags(tmp_path: Path) -> None:
+    """The gradient of the second micro-batch, a finite one, is there before that of the first is added up."""
+    model = Parts(PoisonedAtTimes(), [], Head(37, 32))
+    batches = [{**batch, "poison": torch.tensor(index == 0)} for index, batch in enumerate(make_batches(2, 0))]
+    released = threading.Event()
+    with (
+        delayed(Actions, "accumulate", released),
+        make_engine(model, tmp_path, schedule="horizontal", chunk_params=1 << 20) as engine,
+    ):
+        with pytest.warns(RuntimeWarning, match="the gradient of embed is not finite"):
+            assert engine.step(batches).skipped
+        released.set()
+        assert all(bool(value.isfinite().all()) for _, value in engine.named_parameters())
