@@ -1,0 +1,156 @@
+"""From `paths` to files: folders and globs, Python's standard library, and what identifies a file's content."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob, has_magic
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from greedysnake.data.options import STANDARD_LIBRARY
+from greedysnake.errors import ConfigError
+
+Kind = Literal["jsonl", "json", "parquet", "text", "dataset"]
+
+ROW_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+TEXT_SUFFIXES = frozenset(
+    f".{suffix}"
+    for suffix in (
+        *("txt", "text", "md", "rst", "tex", "html", "htm", "xml", "csv", "tsv", "yaml", "yml", "toml", "sql", "sh"),
+        *("py", "pyi", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "rs", "go", "java", "kt", "js", "ts", "tsx", "jsx"),
+        *("rb", "php", "pl", "lua", "r", "jl", "scala", "swift", "cs", "hs", "ml", "clj", "ex", "erl", "cmake"),
+    )
+)
+# Files up to this size are hashed whole; of larger ones samples are, with size and time of the last change.
+WHOLE_FILE_BYTES = 16 * 2**20
+NUM_SAMPLES = 64
+SAMPLE_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or a folder written by `datasets`, and how to read it."""
+
+    path: Path
+    kind: Kind
+
+    def digest(self) -> str:
+        """Identifies the content, wherever it lies; see `content_digest`."""
+        if self.kind != "dataset":
+            return f"{self.kind} {content_digest(self.path)}"
+        files = sorted(path for path in self.path.rglob("*") if path.is_file())
+        return f"dataset {[(path.relative_to(self.path).as_posix(), content_digest(path)) for path in files]}"
+
+
+def find_sources(key: str, paths: Sequence[str]) -> list[Source]:
+    """The files that `paths` stand for, each once, in the order given and sorted within a folder or glob.
+
+    `key` is the configuration's name for the paths, for messages.
+    """
+    found: dict[Path, Source] = {}
+    for path in paths:
+        for source in _expand(key, path):
+            found.setdefault(source.path, source)
+    return list(found.values())
+
+
+def _expand(key: str, name: str) -> Iterator[Source]:
+    path = Path(name).expanduser()
+    if name == STANDARD_LIBRARY:
+        yield from (Source(file, "text") for file in standard_library_files())
+    elif path.is_dir():
+        yield from _in_folder(key, path)
+    elif path.exists():
+        yield _source(path)
+    elif has_magic(name):
+        matches = sorted(Path(match) for match in glob(str(path), recursive=True))
+        files = [_source(match) for match in matches if match.is_file()]
+        if not files:
+            raise ConfigError(f"{key}: no file matches {name!r}: check the pattern (relative to {os.getcwd()})")
+        yield from files
+    else:
+        raise ConfigError(f"{key}: {name!r} does not exist: check the path (relative to {os.getcwd()})")
+
+
+def _source(path: Path) -> Source:
+    return Source(path, ROW_KINDS.get(path.suffix.lower(), "text"))
+
+
+def _in_folder(key: str, folder: Path) -> Iterator[Source]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+        raise ConfigError(
+            f"{key}: {str(folder)!r} holds several splits of a data set ({', '.join(splits)}): give the folder of one"
+        )
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        yield Source(folder, "dataset")
+        return
+    known = TEXT_SUFFIXES | ROW_KINDS.keys()
+    files = [file for file in _walk(folder, frozenset({"__pycache__"})) if file.suffix.lower() in known]
+    if not files:
+        raise ConfigError(
+            f"{key}: folder {str(folder)!r} has no data files: put .jsonl, .json, .parquet or text files such as .txt "
+            "there, or name other files one by one"
+        )
+    yield from map(_source, files)
+
+
+def _walk(folder: Path, left_out: frozenset[str]) -> list[Path]:
+    """Files below a folder but hidden ones and those in folders of the names left out, sorted by relative path."""
+    found: list[Path] = []
+    for where, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        found += [Path(where, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def standard_library_files() -> list[Path]:
+    """Python's own source files, sorted by relative path: no tests, no installed packages, nothing generated."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    left_out = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
+    files = [file for file in _walk(folder, left_out) if file.suffix == ".py"]
+    # _sysconfigdata is written when Python is built and describes the machine, not the language.
+    files = [file for file in files if not file.name.startswith("_sysconfigdata") and _is_utf8(file)]
+    if not files:
+        raise ConfigError(f"{STANDARD_LIBRARY}: Python's source files are not in {folder}: give data.paths")
+    return files
+
+
+def standard_library_text() -> list[str]:
+    """The documents that "standard-library" in `paths` stands for: one per source file, in a fixed order."""
+    texts = [file.read_text(encoding="utf-8") for file in standard_library_files()]
+    return [text for text in texts if text.strip()]
+
+
+def _is_utf8(file: Path) -> bool:
+    try:
+        file.read_bytes().decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def content_digest(path: Path) -> str:
+    """Hash of a file's content. Above 16 MiB: of 64 samples of it, its size and the time of its last change.
+
+    The whole of a large corpus would take minutes to hash at every start; a change that keeps the size, all samples and
+    the time goes unnoticed.
+    """
+    digest = blake2b(digest_size=16)
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size <= WHOLE_FILE_BYTES:
+                digest.update(file.read())
+                return digest.hexdigest()
+            digest.update(f"{status.st_size} {status.st_mtime_ns} ".encode())
+            for sample in range(NUM_SAMPLES):
+                file.seek((status.st_size - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+    return digest.hexdigest()

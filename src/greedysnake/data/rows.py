@@ -1,0 +1,138 @@
+"""From files to rows: dictionaries as they stand in the file, each with the place to name in a message.
+
+Reads a file piece by piece; only a .json list is in memory as a whole. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TextIO
+
+from greedysnake.data.files import Source
+from greedysnake.errors import ConfigError
+
+# A longer text file is read in parts of this size, cut at line ends, so that none has to fit into memory.
+PART_CHARACTERS = 2**20
+PARQUET_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file. `problem` says why it cannot be used; then `values` is empty."""
+
+    where: str
+    values: dict[str, Any]
+    problem: str = ""
+    ends: bool = True
+    """False for a part of a long text file that another part follows."""
+
+
+class RowError(Exception):
+    """This row cannot be used; the message says why, without the place."""
+
+
+def read_rows(source: Source, *, text_column: str) -> Iterator[Row]:
+    """The rows of a file in its order. A text file is one row, its text under `text_column`."""
+    if source.kind == "text":
+        return _text_rows(source, text_column)
+    if source.kind == "parquet":
+        return _parquet_rows(source)
+    if source.kind == "dataset":
+        return _dataset_rows(source)
+    return _json_rows(source)
+
+
+def _text_rows(source: Source, text_column: str) -> Iterator[Row]:
+    with source.path.open(encoding="utf-8", newline="") as file:
+        try:
+            part = _next_part(file)
+            while part:
+                following = _next_part(file)
+                if part.strip():
+                    yield Row(str(source.path), {text_column: part}, ends=not following)
+                part = following
+        except UnicodeDecodeError as error:
+            yield Row(str(source.path), {}, f"not UTF-8 text (byte 0x{error.object[error.start]:02x})")
+
+
+def _next_part(file: TextIO) -> str:
+    part = file.read(PART_CHARACTERS)
+    # Up to the end of the line, unless a line goes on for ever.
+    return part + file.readline(PART_CHARACTERS) if len(part) == PART_CHARACTERS else part
+
+
+def _json_rows(source: Source) -> Iterator[Row]:
+    with source.path.open("rb") as file:
+        if source.kind == "json" and _first_byte(file) == b"[":
+            yield from _list_rows(source, file.read())
+            return
+        for number, line in enumerate(file, start=1):
+            line = line.strip()
+            if not line:
+                continue
+            where = f"{source.path} line {number}"
+            try:
+                yield _checked_row(where, json.loads(line))
+            except ValueError as error:
+                yield Row(where, {}, f"not valid JSON ({_reason(error)})")
+
+
+def _first_byte(file: Any) -> bytes:
+    """The first byte that is no white space; the file is then at its start again."""
+    first = next((line.strip()[:1] for line in file if line.strip()), b"")
+    file.seek(0)
+    return bytes(first)
+
+
+def _list_rows(source: Source, content: bytes) -> Iterator[Row]:
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        yield Row(str(source.path), {}, f"not valid JSON ({_reason(error)})")
+        return
+    for number, value in enumerate(values, start=1):
+        yield _checked_row(f"{source.path} row {number}", value)
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos + 1}"
+    return "it is not UTF-8 text"
+
+
+def _checked_row(where: str, value: object) -> Row:
+    if isinstance(value, dict):
+        return Row(where, value)
+    return Row(where, {}, f"{type(value).__name__}, not an object with columns")
+
+
+def _parquet_rows(source: Source) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError(f"{source.path} needs the package pyarrow: pip install pyarrow") from None
+    try:
+        with parquet.ParquetFile(source.path) as file:
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=PARQUET_ROWS))
+            yield from _numbered(source, chain.from_iterable(batches))
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{source.path} cannot be read as parquet ({error}): write it anew") from None
+
+
+def _dataset_rows(source: Source) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{source.path} was written by save_to_disk and needs the package datasets: pip install datasets"
+        ) from None
+    yield from _numbered(source, datasets.load_from_disk(str(source.path)))
+
+
+def _numbered(source: Source, values: Iterable[object]) -> Iterator[Row]:
+    for number, value in enumerate(values, start=1):
+        yield _checked_row(f"{source.path} row {number}", value)

@@ -1,0 +1,118 @@
+"""Conversations: loss on what the assistant says, by the template's marks or by prefix difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import CHATML, FORGETFUL, MARKED, hf_tokenizer, make_batches, trained_text, write_rows
+
+from greedysnake.data.tokenizers import ByteTokenizer
+from greedysnake.errors import ConfigError
+
+WORDS = ["what is it? it is a cat. and what is that? that is a mat."] * 20
+TALK = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is it?"},
+    {"role": "assistant", "content": "a cat."},
+    {"role": "user", "content": "and that?"},
+    {"role": "assistant", "content": "a mat."},
+]
+
+
+def trained(tmp_path: Path, tokenizer: Any, *rows: dict[str, Any], **changes: Any) -> list[str]:
+    path = write_rows(tmp_path / "data.jsonl", *rows)
+    changes = {"packing": False, "sequence_length": 256, **changes}
+    return trained_text(tokenizer, make_batches(tmp_path / "cache", path, tokenizer, **changes))
+
+
+def test_marks_of_the_template_decide(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(MARKED, merges_from=WORDS)
+    assert trained(tmp_path, tokenizer, {"messages": TALK}) == ["a cat.<|end|>a mat.<|end|>"]
+
+
+def test_without_marks_what_a_turn_adds_carries_loss(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(CHATML, merges_from=WORDS)
+    assert trained(tmp_path, tokenizer, {"messages": TALK}) == ["a cat.<|end|>\na mat.<|end|>\n"]
+
+
+def test_the_inputs_are_what_the_template_renders(tmp_path: Path) -> None:
+    for template in (MARKED, CHATML):
+        tokenizer = hf_tokenizer(template, merges_from=WORDS)
+        path = write_rows(tmp_path / "data.jsonl", {"messages": TALK})
+        batches = make_batches(tmp_path / "cache", path, tokenizer, sequence_length=256)
+        expected = tokenizer.apply_chat_template(TALK, return_dict=True)["input_ids"]
+        assert next(batches.iter_all())["input_ids"][0, : len(expected)].tolist() == expected
+        assert batches.num_tokens == len(expected)
+
+
+def test_a_conversation_may_begin_with_the_assistant_and_end_with_the_user(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(MARKED)
+    assert trained(tmp_path, tokenizer, {"messages": [*TALK[2:4]]}) == ["a cat.<|end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(FORGETFUL)
+    assert trained(tmp_path, tokenizer, {"messages": TALK[3:]}) == ["[thought]a mat.<|end|>\n"]
+    with pytest.raises(ConfigError, match=r"data.jsonl line 1: the chat template has no generation marks.*message 3"):
+        trained(tmp_path, tokenizer, {"messages": TALK})
+
+
+def test_a_template_of_the_users_own_replaces_the_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(MARKED)
+    own = {"chat_template": str(tmp_path / "own.jinja")}
+    for template in (FORGETFUL, None):
+        found = trained(tmp_path, hf_tokenizer(template), {"messages": TALK}, **own)
+        assert found == ["a cat.<|end|>a mat.<|end|>"]
+    with pytest.raises(ConfigError, match=r"chat format of its own: leave data.chat_template empty"):
+        trained(tmp_path, ByteTokenizer(), {"messages": TALK}, **own)
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+def test_long_rows_give_no_warning_of_the_tokenizer(
+    tmp_path: Path, template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+    tokenizer = hf_tokenizer(template)
+    tokenizer.model_max_length = 4
+    trained(tmp_path, tokenizer, {"messages": TALK}, {"text": "longer than four"})
+    assert not caplog.records
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the tokenizer has no chat template.*give data.chat_template"):
+        trained(tmp_path, hf_tokenizer(None), {"messages": TALK})
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+def test_prompt_and_completion_may_be_messages(tmp_path: Path, template: str) -> None:
+    tokenizer = hf_tokenizer(template)
+    (found,) = trained(tmp_path, tokenizer, {"prompt": TALK[:4], "completion": TALK[4:]})
+    assert found.strip() == "a mat.<|end|>"
+
+
+def test_tools_and_other_columns_reach_the_template(tmp_path: Path) -> None:
+    told = "{% for tool in tools or [] %}{{ tool['name'] }};{% endfor %}{{ mood }}" + MARKED
+    tokenizer = hf_tokenizer(told.replace("{% generation %}", "{% generation %}{{ mood }}"))
+    row = {"messages": TALK[1:3], "tools": '[{"name": "look"}]', "chat_template_kwargs": {"mood": "gay "}}
+    assert trained(tmp_path, tokenizer, row) == ["gay a cat.<|end|>"]
+
+
+def test_what_the_template_raises_is_a_bad_row(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + MARKED
+    )
+    with pytest.raises(ConfigError, match=r"line 2: the chat template does not take these messages \(user first\)"):
+        trained(tmp_path, tokenizer, {"messages": TALK[1:]}, {"messages": TALK})
+
+
+def test_a_piece_of_a_long_conversation_without_the_assistant_is_left_out(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "x" * 100}
+    path = write_rows(tmp_path / "data.jsonl", {"messages": [question, {"role": "assistant", "content": "yes"}]})
+    batches = make_batches(tmp_path / "cache", path)
+    report = batches.report
+    assert (report.num_long_documents, report.num_pieces_without_targets, batches.num_sequences) == (1, 3, 1)
+    assert trained_text(ByteTokenizer(), batches) == ["yes<|end|>"]
