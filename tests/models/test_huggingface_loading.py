@@ -1,0 +1,226 @@
+"""Where the values of a Hugging Face model come from, what it takes to load them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import child
+import greedysnake as gs
+from families import OPTIMIZER, make_batches, make_config
+
+SAVED = ["llama", "llama tied", "gpt2", "opt", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"]
+
+
+def values_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """What an engine starts from, by Hugging Face's names."""
+    with gs.Engine(model, OPTIMIZER, storage=[folder], ram="64MiB", dtype="float32", chunk_params=4096) as engine:
+        return {model.name_in_model(name): value for name, value in engine.named_parameters()}
+
+
+def make_whole(family: str, **changes: object) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_values_are_those_that_transformers_saved(family: str, tmp_path: Path) -> None:
+    whole = make_whole(family)
+    whole.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    found = values_of(gs.load_model(tmp_path / "model"), tmp_path / "store")
+    wanted = dict(whole.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_files_in_bfloat16_and_without_the_prefix_of_the_model_are_read(tmp_path: Path) -> None:
+    """As the first GPT-2 was published: one file, of the model without its head."""
+    whole = make_whole("gpt2").to(torch.bfloat16)
+    whole.transformer.save_pretrained(tmp_path / "model")
+    found = values_of(gs.load_model(tmp_path / "model"), tmp_path / "store")
+    for name, value in whole.named_parameters():
+        assert torch.equal(found[name], value.float()), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt projected", "gemma3", "mixtral", "gpt_oss", "gpt_neox"])
+def test_a_model_without_weights_starts_as_transformers_starts_it(family: str, tmp_path: Path) -> None:
+    """The same distribution for every parameter, from other random numbers."""
+    found = values_of(gs.load_model(make_config(family), seed=4), tmp_path / "store")
+    for name, parameter in make_whole(family).named_parameters():
+        wanted = parameter.detach()
+        value = found[name]
+        assert value.shape == wanted.shape
+        if wanted.numel() == 1 or wanted.std() == 0:
+            assert torch.equal(value, wanted), name
+            continue
+        error = 5 / math.sqrt(wanted.numel())  # both are samples: five sigmas of their difference
+        assert float(value.std() / wanted.std()) == pytest.approx(1, abs=error), name
+        assert float(value.mean() / wanted.std()) == pytest.approx(0, abs=error), name
+
+
+def test_values_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    """Not on the order in which blocks are made, nor on random numbers drawn elsewhere."""
+    config = make_config("llama")
+    first = values_of(gs.load_model(config, seed=1), tmp_path / "first")
+    torch.manual_seed(99)
+    model = gs.load_model(config.to_dict(), seed=1)
+    before = torch.get_rng_state()
+    backwards = [source.build()[1] for source in reversed(list(model.sources()))]
+    assert torch.equal(torch.get_rng_state(), before)
+    for parameters in backwards:
+        for name, value in parameters.items():
+            assert torch.equal(value, first[model.name_in_model(name)]), name
+    other = values_of(gs.load_model(config, seed=2), tmp_path / "other")
+    assert not torch.equal(other["lm_head.weight"], first["lm_head.weight"])
+    layers = [first[f"model.layers.{layer}.mlp.up_proj.weight"] for layer in range(2)]
+    assert not torch.equal(*layers)
+
+
+def test_rotary_frequencies_are_computed_although_no_file_has_them() -> None:
+    model = gs.load_model(make_config("llama"))
+    embed, _ = next(iter(model.sources())).build()
+    (frequencies,) = [buffer for name, buffer in embed.named_buffers() if name.endswith(".inv_freq")]
+    assert torch.equal(frequencies, 10000.0 ** -(torch.arange(0, 8, 2) / 8))
+
+
+def test_a_resumed_engine_does_not_read_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_whole("mixtral").save_pretrained(tmp_path / "model")
+    model = gs.load_model(tmp_path / "model")
+    options: dict[str, Any] = {"storage": [tmp_path / "store"], "ram": "64MiB", "dtype": "float32"}
+    with gs.Engine(model, OPTIMIZER, **options) as engine:
+        engine.step(make_batches(0))
+        engine.save()
+        wanted = engine.step(make_batches(1)).loss
+    monkeypatch.setattr("greedysnake.models.loading.Files.read", pytest.fail)
+    with gs.Engine(model, OPTIMIZER, **options, resume=True) as engine:
+        assert engine.step(make_batches(1)).loss == wanted
+
+
+# Memory
+
+
+def check_memory(folder: Path, num_layers: int, hidden: int, ram: str) -> None:
+    found = child.call("model_memory", "measure", str(folder), num_layers, hidden, ram, timeout_s=900)
+    assert isinstance(found, dict)
+    print({name: f"{count / 1e6:.0f} MB" for name, count in found.items()})
+    assert found["made"] < 0.55 * found["model"]
+    assert found["loaded"] < 0.55 * found["model"]
+
+
+def test_a_model_larger_than_the_memory_it_gets_is_loaded_trained_and_exported(tmp_path: Path) -> None:
+    check_memory(tmp_path, 40, 320, "28MiB")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_model_of_a_gigabyte_is_loaded_trained_and_exported(tmp_path: Path) -> None:
+    check_memory(tmp_path, 64, 768, "96MiB")
+
+
+# What is refused
+
+
+def refused(source: object) -> str:
+    with pytest.raises(gs.ConfigError) as caught:
+        gs.load_model(source)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gemma3n_text"}, "other roads"),
+        ({"model_type": "zamba2"}, "other roads"),
+        ({"model_type": "mllama"}, "does not go through"),
+        ({"model_type": "gemma3"}, "more than one stack"),
+        ({"model_type": "t5"}, "more than one stack"),
+        ({"model_type": "bloom", "n_layer": 2}, "return a tuple"),
+        ({"model_type": "bert", "num_hidden_layers": 2}, "not causal"),
+        ({"model_type": "opt", "num_hidden_layers": 2, "layerdrop": 0.1}, "layerdrop is 0.1"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "no such type"}, "model_type is 'no such type'"),
+        ({"hidden_size": 8}, "model_type is None"),
+        ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, "llama configuration"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ],
+    ids=lambda value: value.get("model_type", "none") if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_cannot_be_trained_is_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
+    assert reason in refused(config)
+
+
+def test_a_model_that_blocks_would_not_train_alike_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check sees it when layers get the arguments of another layer."""
+    from greedysnake.models.capture import Layer
+
+    config = make_config("qwen3 window")
+    right = Layer.extra_inputs
+
+    def of_the_first(self: Layer, batch: Any) -> Any:
+        self.index = 0
+        return right(self, batch)
+
+    monkeypatch.setattr(Layer, "extra_inputs", of_the_first)
+    assert "differs by" in refused(config)
+
+
+def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    assert "is no folder" in refused(folder)
+    folder.mkdir()
+    assert "has no config.json" in refused(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoConfig": "new.Config"}}))
+    assert "cannot be used" in refused(folder)
+    whole = make_whole("llama")
+    whole.config.save_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "convert them to safetensors" in refused(folder)
+    (folder / "model.safetensors").write_bytes(b"12345678901234567890")
+    assert "cut short" in refused(folder)
+    (folder / "model.safetensors").unlink()
+    whole.save_pretrained(folder, max_shard_size="20KB")
+    next(folder.glob("model-00002-*")).unlink()
+    assert "names model-00002-of" in refused(folder)
+
+
+def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
+    whole = make_whole("llama")
+    whole.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "intermediate_size": 52}))
+    assert "asks for (32, 52)" in refused(tmp_path)
+    path.write_text(json.dumps({**values, "num_hidden_layers": 4}))
+    assert "has no values for model.layers.3." in refused(tmp_path)
+    path.write_text(json.dumps({**values, "tie_word_embeddings": True}))
+    assert "set tie_word_embeddings to false" in refused(tmp_path)
+    path.write_text(json.dumps({**values, "num_hidden_layers": 2}))
+    with pytest.warns(RuntimeWarning, match=r"9 tensors that llama has no place for, such as model.layers.2"):
+        gs.load_model(tmp_path)
+
+
+def test_batches_that_are_not_understood_are_refused() -> None:
+    model = gs.load_model(make_config("llama"))
+    plain, padded, packed = make_batches(0)
+    assert model.num_targets(plain) == 22
+    ids = plain["input_ids"]
+    for batch, reason in [
+        ({"labels": ids}, "has no input_ids"),
+        ({"input_ids": ids}, "has no labels"),
+        ({**plain, "token_type_ids": ids}, "has token_type_ids"),
+        ({**plain, "labels": ids[:, 1:]}, r"labels is of shape \(2, 11\)"),
+        ({**packed, "attention_mask": torch.ones_like(ids)}, "position_ids and attention_mask"),
+    ]:
+        with pytest.raises(gs.ConfigError, match=reason):
+            model.num_targets(batch)
+    assert model.num_targets(padded) < padded["labels"].numel()
