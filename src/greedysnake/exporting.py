@@ -1,0 +1,30 @@
+"""A run's last checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from greedysnake.data.tokenizers import load_tokenizer
+from greedysnake.errors import ConfigError
+from greedysnake.models.export import DTYPES, export_model
+from greedysnake.preparation import load_run, make_model, model_configuration, open_engine, ram_budget
+from greedysnake.runtime.opening import holds_checkpoint
+
+
+def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
+    """Writes model and tokenizer of the run in folder `run` to the new folder `out`; returns the checkpoint's step."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {dtype!r}: use {', '.join(DTYPES)}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"OUT is {str(out)!r}, which exists: name a new or empty folder")
+    config = load_run(run)
+    if not holds_checkpoint(config.storage[0]):
+        raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
+    model = make_model(config, model_configuration(config))
+    with open_engine(config, model, device="cpu", ram=ram_budget(config), resume=True) as engine:
+        export_model(engine, model, out, dtype=dtype)
+        if config.model.tokenizer is not None:  # that of the model's own folder is there already
+            tokenizer: Any = load_tokenizer(config.model.tokenizer)
+            tokenizer.save_pretrained(out)
+        return engine.num_steps

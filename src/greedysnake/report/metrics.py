@@ -1,0 +1,91 @@
+"""metrics.jsonl: one object per step, each step once, whatever happened to the run. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from greedysnake.errors import StorageError
+
+if TYPE_CHECKING:
+    from greedysnake.runtime.engine import StepResult
+
+KEYS = (
+    *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_s", "elapsed_s", "ssd_read_bytes"),
+    *("ssd_write_bytes", "h2d_bytes", "d2h_bytes", "bound", "bound_fraction", "ssd_written_total_bytes"),
+)
+"""What every line has; `eval_loss` comes with the steps after which the model was evaluated."""
+
+
+def step_record(step: int, result: StepResult, *, lr: float, ssd_written_total_bytes: int) -> dict[str, object]:
+    """The line of one step; `step` counts from 1."""
+    return {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": lr,
+        "num_tokens": result.num_tokens,
+        "tokens_per_s": result.num_tokens / result.elapsed_s,
+        "elapsed_s": result.elapsed_s,
+        "ssd_read_bytes": result.ssd_read_bytes,
+        "ssd_write_bytes": result.ssd_write_bytes,
+        "h2d_bytes": result.h2d_bytes,
+        "d2h_bytes": result.d2h_bytes,
+        "bound": result.bound,
+        "bound_fraction": result.bound_fraction,
+        "ssd_written_total_bytes": ssd_written_total_bytes,
+    }
+
+
+class MetricsFile:
+    """Appends lines; what lies after the checkpoint that a run continues from is dropped when it is opened."""
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        """`last_step` is the step of the checkpoint, 0 for a new run."""
+        self.path = path
+        try:
+            _cut(path, last_step)
+            self._file = path.open("a")
+        except OSError as error:
+            raise StorageError(f"could not write {path}: {error.strerror}", path=str(path)) from error
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Adds one line, which is in the file on return. Numbers that JSON does not have become null."""
+        self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """The lines of a run; a last line that was torn by a crash is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is empty, or torn
+
+
+def _cut(path: Path, last_step: int) -> None:
+    """Keeps the lines up to a step. The old file stays until the new one is complete."""
+    kept = [record for record in read_metrics(path) if int(str(record["step"])) <= last_step]
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    os.replace(new, path)
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,192 @@
+"""What a person sees of a training: where everything lives, one line that moves, a summary. No torch.
+
+On a terminal the line is redrawn in place; elsewhere lines are printed one after another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from greedysnake.placement import Home
+from greedysnake.sizes import format_size
+
+if TYPE_CHECKING:
+    from greedysnake.runtime.footprint import Footprint
+
+RECENT_STEPS = 20
+"""The time left is that of so many recent steps on average."""
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a run is about to do, in the words of its table."""
+
+    output_dir: str
+    device: str
+    dtype: str
+    num_steps: int
+    first_step: int
+    """Steps done before, at the checkpoint that is continued; 0 for a new run."""
+    num_micro_batches: int
+    micro_batch_size: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did, from its start or its last checkpoint on."""
+
+    output_dir: str
+    num_steps: int
+    """Steps done in all, those before a resume included."""
+    total_steps: int
+    loss: float | None
+    """Of the last step; None when no step was done."""
+    eval_loss: float | None
+    num_tokens: int
+    """Target tokens seen in all."""
+    num_skipped: int
+    elapsed_s: float
+    ssd_written_bytes: int
+    stopped_by: str | None
+    """The signal that ended the run early."""
+
+
+def home_table(footprint: Footprint) -> Table:
+    """Before: what lives where."""
+    table = Table(show_footer=True, box=None, pad_edge=False)
+    table.add_column("lives in", footer="in all")
+    columns = (("device", Home.DEVICE), ("RAM", Home.RAM), ("SSD", Home.SSD))
+    for name, home in columns:
+        total = sum(row.get(home, 0) for row in footprint.homes.values())
+        table.add_column(name, footer=_size(total), justify="right")
+    for name, row in footprint.homes.items():
+        table.add_row(name, *(_size(row.get(home, 0)) for _, home in columns))
+    return table
+
+
+def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
+    """Before: budgets, and what the run is about to do."""
+    tokens = prospect.num_micro_batches * prospect.micro_batch_size * prospect.sequence_length
+    begin, end = prospect.first_step, prospect.num_steps
+    steps = f"steps {begin + 1} to {end}" if begin < end else f"all {end} steps are done"
+    lines = [
+        f"{_count(footprint.num_params)} parameters in {prospect.dtype} on {prospect.device}, "
+        f"run in {prospect.output_dir}",
+        f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
+        f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included",
+        f"{_count(tokens)} tokens per step: {prospect.num_micro_batches} micro-batches of "
+        f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
+        + (f", continued from the checkpoint of step {begin}" if begin else ""),
+    ]
+    return "\n".join(lines)
+
+
+class Progress:
+    """During: shows every step; use it as a context manager."""
+
+    def __init__(self, console: Console, *, num_steps: int, every: int) -> None:
+        """Without a terminal, the first step, every `every`-th and the last are printed."""
+        self._console = console
+        self._num_steps = num_steps
+        self._every = every
+        self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._printed = 0
+
+    def step(self, record: Mapping[str, object]) -> None:
+        """Shows one line of metrics.jsonl."""
+        number = int(str(record["step"]))
+        self._recent_s.append(float(str(record["elapsed_s"])))
+        line = step_line(record, self._num_steps, self._left_s(number))
+        if self._live:
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif not self._printed or number % self._every == 0 or number == self._num_steps or "eval_loss" in record:
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._printed += 1
+
+    def say(self, sentence: str) -> None:
+        """A sentence above the moving line."""
+        self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def _left_s(self, step: int) -> float:
+        return (self._num_steps - step) * sum(self._recent_s) / len(self._recent_s)
+
+
+def step_line(record: Mapping[str, object], num_steps: int, left_s: float) -> str:
+    """step, loss, lr, tokens/s, what bounds the step and how close, SSD bytes written, time left."""
+    numbers = {name: float(str(record[name])) for name in _NUMBERS}
+    parts = [
+        f"step {record['step']}/{num_steps}",
+        f"loss {numbers['loss']:.4f}",
+        *([f"eval {float(str(record['eval_loss'])):.4f}"] if "eval_loss" in record else []),
+        f"lr {numbers['lr']:.2e}",
+        f"{_count(round(numbers['tokens_per_s']))} tokens/s",
+        f"{record['bound']} busy {numbers['bound_fraction']:.0%}",
+        f"SSD {numbers['ssd_written_total_bytes'] / 1e9:.3g} GB written",
+        f"{_duration(left_s)} left",
+    ]
+    return "  ".join(parts)
+
+
+def summary_text(summary: Summary) -> str:
+    """After: one paragraph."""
+    done = f"{summary.num_steps} of {summary.total_steps} steps done, {_count(summary.num_tokens)} target tokens seen"
+    loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
+    evaluation = "" if summary.eval_loss is None else f", held-out loss {summary.eval_loss:.4f}"
+    skipped = f", {summary.num_skipped} skipped (gradient not finite)" if summary.num_skipped else ""
+    lines = [
+        f"{done}{loss}{evaluation}{skipped}",
+        f"{_duration(summary.elapsed_s)} this time; {summary.ssd_written_bytes / 1e9:.3g} GB written to SSD in all",
+    ]
+    if summary.stopped_by:
+        lines.append(
+            f"stopped by {summary.stopped_by} after step {summary.num_steps}, which is saved: "
+            "the same command continues from there"
+        )
+    elif summary.num_steps >= summary.total_steps:
+        lines.append(f"next: greedysnake export {summary.output_dir} OUT")
+    return "\n".join(lines)
+
+
+_NUMBERS = ("loss", "lr", "tokens_per_s", "bound_fraction", "ssd_written_total_bytes")
+
+
+def _size(num_bytes: int) -> str:
+    return format_size(num_bytes) if num_bytes else "-"
+
+
+def _count(number: int) -> str:
+    """1234567 -> 1.23M"""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return str(number)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

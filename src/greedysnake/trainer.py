@@ -1,0 +1,246 @@
+"""Trains as a configuration says: steps, evaluation, checkpoints, and an orderly end when a signal asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+from rich.console import Console
+
+from greedysnake.config import Config, load_config
+from greedysnake.errors import ConfigError
+from greedysnake.preparation import METRICS, RUN, Prepared, open_engine, prepare
+from greedysnake.report.metrics import MetricsFile, step_record
+from greedysnake.report.progress import Progress, Prospect, Summary, home_table, prospect_text, summary_text
+from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
+from greedysnake.runtime.directory import explained
+from greedysnake.runtime.engine import Engine
+from greedysnake.settings import Plain, plain
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Trainer:
+    """One run: continues from the checkpoint in its output_dir if there is one, else begins.
+
+    Everything is checked when it is made; nothing but the cache of tokenised data is written before `train`.
+    """
+
+    def __init__(
+        self, config: Config | str | Path | Mapping[str, Plain] | None = None, *, console: Console | None = None
+    ) -> None:
+        """`config` may be a file or a mapping as well; None is the default configuration."""
+        self.config = config if isinstance(config, Config) else load_config(config)
+        self.prepared: Prepared = prepare(self.config)
+        self._console = console or Console()
+
+    def train(self) -> Summary:
+        """Trains to the end, or until SIGTERM or SIGINT, after which the step under way is finished and saved.
+
+        A second signal ends the process at once.
+        """
+        prepared, config = self.prepared, self.config
+        directory = Path(config.output_dir)
+        with ExitStack() as resources:
+            resources.enter_context(_threads(config.engine.compute_threads))
+            engine = resources.enter_context(
+                open_engine(config, prepared.model, device=prepared.device, ram=prepared.ram, resume=prepared.resume)
+            )
+            first = engine.num_steps
+            _require_same_data(engine, prepared)
+            begin_run(config)
+            self._console.print(home_table(prepared.footprint))
+            self._say(prospect_text(prepared.footprint, self._prospect(first)))
+            metrics = resources.enter_context(MetricsFile(directory / METRICS, last_step=first))
+            trackers = open_trackers(
+                config.training.report_to,
+                directory,
+                run_name=config.training.run_name or directory.absolute().name,
+                settings=plain(config),
+                first_step=first,
+            )
+            for tracker in trackers:
+                resources.callback(tracker.close)
+            progress = resources.enter_context(
+                Progress(self._console, num_steps=prepared.num_steps, every=config.training.logging_steps)
+            )
+            summary = _Run(prepared, engine, metrics, trackers, progress).go()
+        self._say(summary_text(summary))
+        return summary
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def _prospect(self, first_step: int) -> Prospect:
+        training = self.config.training
+        return Prospect(
+            output_dir=self.config.output_dir,
+            device=self.prepared.device,
+            dtype=self.config.dtype,
+            num_steps=self.prepared.num_steps,
+            first_step=first_step,
+            num_micro_batches=training.gradient_accumulation_steps,
+            micro_batch_size=training.per_device_train_batch_size,
+            sequence_length=training.sequence_length,
+        )
+
+
+def begin_run(config: Config) -> None:
+    """Makes the folder of the run and notes its configuration there."""
+    directory = Path(config.output_dir)
+    new = directory / (RUN + ".new")
+    with explained("write", new):
+        directory.mkdir(parents=True, exist_ok=True)
+        new.write_text(config.as_yaml())
+        os.replace(new, directory / RUN)
+
+
+def _require_same_data(engine: Engine, prepared: Prepared) -> None:
+    """A position in other data than those of the checkpoint means nothing."""
+    had = engine.metadata.get("data_fingerprint")
+    if prepared.resume and had != prepared.train.fingerprint:
+        raise ConfigError(
+            f"data.paths: the data are not those of the checkpoint of step {engine.num_steps} in "
+            f"{prepared.config.output_dir}: files or tokenizer changed since: restore them, or start anew in another "
+            "output_dir"
+        )
+
+
+class _Run:
+    """The loop, with what it counts."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        engine: Engine,
+        metrics: MetricsFile,
+        trackers: list[Tracker],
+        progress: Progress,
+    ) -> None:
+        self._prepared = prepared
+        self._training = prepared.config.training
+        self._engine = engine
+        self._metrics = metrics
+        self._trackers = trackers
+        self._progress = progress
+        self._num_tokens = int(str(engine.metadata.get("num_tokens", 0)))
+        self._saved_step = engine.num_steps if prepared.resume else -1
+        self._loss: float | None = None
+        self._eval_loss: float | None = None
+
+    def go(self) -> Summary:
+        start_s = time.monotonic()
+        with stop_requests() as requests:
+            while self._engine.num_steps < self._prepared.num_steps and not requests:
+                record = self._step()
+                if self._is_due(self._training.eval_steps) and not requests:
+                    record["eval_loss"] = self._eval_loss = self._evaluate()
+                self._report(record)
+                if self._is_due(self._training.save_steps):
+                    self._save()
+            self._save()
+        return Summary(
+            output_dir=self._prepared.config.output_dir,
+            num_steps=self._engine.num_steps,
+            total_steps=self._prepared.num_steps,
+            loss=self._loss,
+            eval_loss=self._eval_loss,
+            num_tokens=self._num_tokens,
+            num_skipped=self._engine.num_skipped,
+            elapsed_s=time.monotonic() - start_s,
+            ssd_written_bytes=self._engine.ssd_written_bytes,
+            stopped_by=requests[0] if requests and self._engine.num_steps < self._prepared.num_steps else None,
+        )
+
+    def _step(self) -> dict[str, object]:
+        """The data and the rate of a step follow from its number alone, so a resumed run has the same."""
+        step, count = self._engine.num_steps, self._prepared.num_micro_batches
+        batches = self._prepared.train.micro_batches(step * count, count)
+        lr = self._prepared.rate.at(step)
+        result = self._engine.step(batches, lr=lr)
+        self._num_tokens += result.num_tokens
+        self._loss = result.loss
+        if result.skipped:
+            self._progress.say(f"step {step + 1} is skipped: its gradient is not finite")
+        return step_record(step + 1, result, lr=lr, ssd_written_total_bytes=self._engine.ssd_written_bytes)
+
+    def _is_due(self, every: int | None) -> bool:
+        step = self._engine.num_steps
+        return bool(every) and (step % (every or 1) == 0 or step == self._prepared.num_steps)
+
+    def _evaluate(self) -> float:
+        """The loss on held-out data, as many micro-batches at a time as in a step."""
+        batches = self._prepared.validation
+        assert batches is not None
+        count = batches.num_micro_batches_per_epoch
+        count = min(self._training.max_eval_batches or count, count)
+        total, num_targets = 0.0, 0
+        for position in range(0, count, self._prepared.num_micro_batches):
+            group = batches.micro_batches(position, min(self._prepared.num_micro_batches, count - position))
+            targets = sum(int(self._prepared.model.num_targets(batch)) for batch in group)
+            total += self._engine.evaluate(group) * targets
+            num_targets += targets
+        return total / num_targets
+
+    def _report(self, record: Mapping[str, object]) -> None:
+        self._metrics.write(record)
+        step = int(str(record["step"]))
+        for tracker in self._trackers:
+            tracker.log(step, numbers_of(record))
+        self._progress.step(record)
+
+    def _save(self) -> None:
+        """Publishes a checkpoint, unless this step has one."""
+        if self._saved_step == self._engine.num_steps:
+            return
+        position = self._engine.num_steps * self._prepared.num_micro_batches
+        self._engine.save(
+            {
+                "num_tokens": self._num_tokens,
+                "data_position": position,
+                "data_fingerprint": self._prepared.train.fingerprint,
+            }
+        )
+        self._saved_step = self._engine.num_steps
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """torch's threads for the time of a training."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[str]]:
+    """The names of the signals that arrived. From the first one on, a signal does what it does by default.
+
+    Only the main thread is told of signals; elsewhere the list stays empty.
+    """
+    requests: list[str] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        requests.append(signal.Signals(number).name)
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield requests
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,302 @@
+"""The commands around a training as a person meets them: mistakes first, then the whole way to a model that loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from greedysnake import agreement, cli, settings
+from greedysnake.config import load_config
+from greedysnake.preparation import prepare
+from training import MODEL, metrics_of, values_in, write_config
+
+Values = dict[str, Any]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process; returns its exit code, and what it printed to both ends."""
+
+    def run_command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["greedysnake", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return run_command
+
+
+def everything_in(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(directory.rglob("*"))}
+
+
+def change(key: str, value: Any) -> Callable[[Values, Path], None]:
+    """A mistake that is a value of one key."""
+
+    def apply(values: Values, _: Path) -> None:
+        *sections, name = key.split(".")
+        for section in sections:
+            values = values.setdefault(section, {})
+        values[name] = value
+
+    return apply
+
+
+def rows(*lines: str) -> Callable[[Values, Path], None]:
+    """A mistake that is in the data."""
+
+    def apply(values: Values, directory: Path) -> None:
+        (directory / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
+
+    return apply
+
+
+def put_a_file_in_the_way(values: Values, directory: Path) -> None:
+    (directory / "file").write_text("")
+    values["engine"]["storage"] = [str(directory / "file" / "ssd")]
+
+
+def a_model_without_configuration(values: Values, directory: Path) -> None:
+    (directory / "model").mkdir()
+    values["model"] = {"path": str(directory / "model")}
+
+
+def foreign_metrics(values: Values, directory: Path) -> None:
+    (directory / "run").mkdir()
+    (directory / "run" / "metrics.jsonl").write_text("not ours\n")
+
+
+def ask_for_100_terabytes(values: Values, _: Path) -> None:
+    values["model"]["config"]["intermediate_size"] = 2**36
+    values["engine"] |= {"chunk_params": 2**28, "ram": "100TiB"}
+
+
+LLAMA = "model.config."
+MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
+    "typo": (change("training.learning_rat", 1), "unknown key training.learning_rat: did you mean learning_rate?"),
+    "typo in the model": (
+        change(LLAMA + "num_hiden_layers", 2),
+        "unknown key model.config.num_hiden_layers: did you mean num_hidden_layers?",
+    ),
+    "wrong type": (change("training.max_steps", "many"), "training.max_steps is 'many': give a whole number"),
+    "no data": (change("data.paths", ["missing.jsonl"]), "data.paths: 'missing.jsonl'"),
+    "no model": (change("model", {"path": "missing"}), "model.path is 'missing', which does not exist: give a folder"),
+    "no model configuration": (a_model_without_configuration, "which has no config.json: give a model's folder"),
+    "unknown model": (change(LLAMA + "model_type", "lama"), "model.config.model_type is 'lama', which transformers"),
+    "no tokenizer": (change("model.tokenizer", "nowhere"), "model.tokenizer is 'nowhere', which does not exist"),
+    "empty data": (rows(), "data.paths: no rows in"),
+    "broken row": (rows('{"text": "a b c"}', '{"text": '), "rows.jsonl line 2: not valid JSON"),
+    "no target tokens": (
+        rows('{"messages": [{"role": "user", "content": "hello"}]}'),
+        "data.paths: none of the 1 rows in",
+    ),
+    "tokenizer of another model": (change(LLAMA + "vocab_size", 60), "model.tokenizer 'bytes' gives token"),
+    "too long sequences": (
+        change("training.sequence_length", 65),
+        "training.sequence_length is 65 and the model has 64 positions (max_position_embeddings): give 64 or less",
+    ),
+    "too little RAM": (change("engine.ram", "100KiB"), "engine.ram: needs"),
+    "too little disk": (ask_for_100_terabytes, "engine.storage: the store needs"),
+    "negative rate": (change("training.learning_rate", -1), "training.learning_rate is -1.0: give 0 or more"),
+    "unknown schedule": (change("training.lr_scheduler_type", "cosin"), "training.lr_scheduler_type is 'cosin': give"),
+    "long warm-up": (change("training.warmup_steps", 9), "training.warmup_steps is 9 and training has 8 steps"),
+    "alpha": (change("engine.alpha", 1.5), "engine.alpha is 1.5: give a fraction between 0 and 1"),
+    "placement": (
+        change("engine.placement", {"activations_device": 0.5, "activations_ram": 0.6}),
+        "engine.placement.activations_device + activations_ram is 1.1: together they are at most 1",
+    ),
+    "storage": (put_a_file_in_the_way, "file is a file: give another directory"),
+    "output_dir of others": (foreign_metrics, "which has a metrics.jsonl but no run.yaml: give another folder"),
+    "unknown dtype": (change("engine.dtype", "float8"), "engine.dtype is 'float8': give bfloat16 or float32"),
+    "fp16": (change("training.fp16", True), "training.fp16 is true, and float16 needs loss scaling"),
+    "no device": (change("engine.device", "cuda"), "engine.device is cuda and torch finds no CUDA device"),
+    "evaluation of nothing": (change("data", {"paths": "rows.jsonl"}), "training.eval_steps is 4 and nothing is held"),
+    "tracker": (change("training.report_to", ["mlflow"]), "training.report_to names mlflow, which is not installed"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_sentence_that_names_the_key_and_writes_nothing(
+    name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "no device" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    monkeypatch.chdir(tmp_path)
+    values = values_in(tmp_path, eval_steps=4)
+    mistake, sentence = MISTAKES[name]
+    mistake(values, tmp_path)
+    (tmp_path / "train.yaml").write_text(settings.write_yaml(values))
+    before = everything_in(tmp_path)
+    code, _, errors = run("train", "train.yaml")
+    assert (code, len(errors.splitlines())) == (2, 1), errors
+    assert errors.startswith("greedysnake: ") and sentence in errors
+    after = everything_in(tmp_path)
+    if name == "tokenizer of another model":  # found by what the tokens are; the tokens stay
+        after = {path: data for path, data in after.items() if not path.startswith(str(tmp_path / "run"))}
+        assert os.listdir(tmp_path / "run") == ["data"]
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        ("output_dir: [1", [], "train.yaml, line 1 is not valid YAML"),
+        (None, [], "missing.yaml does not exist: greedysnake init missing.yaml writes one"),
+        ("output_dir: x", ["training.seed"], "'training.seed' is not an override: write key=value"),
+    ],
+)
+def test_so_is_a_mistake_in_the_file_or_on_the_command_line(
+    text: str | None, overrides: list[str], sentence: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("train.yaml").write_text(text)
+    code, _, errors = run("train", "missing.yaml" if text is None else "train.yaml", *overrides)
+    assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
+    assert os.listdir() == ([] if text is None else ["train.yaml"])
+
+
+def test_mistakes_are_found_in_a_process_of_their_own_too(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "greedysnake", "train", "training.learning_rate=-1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "greedysnake: training.learning_rate is -1.0: give 0 or more\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to copy, with the configuration that made it."""
+    directory = tmp_path_factory.mktemp("trained")
+    command = [sys.executable, "-m", "greedysnake", "train", str(write_config(directory, eval_steps=8))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return directory
+
+
+def test_another_run_in_the_output_dir_is_left_alone(trained: Path, run: Run) -> None:
+    before = everything_in(trained)
+    code, _, errors = run("train", trained / "train.yaml", "training.seed=7")
+    assert code == 2 and "which holds another run: training.seed was 1 and is 7: give another folder" in errors
+    assert everything_in(trained) == before
+
+
+def test_a_checkpoint_of_another_run_in_the_storage_is_left_alone(trained: Path, tmp_path: Path, run: Run) -> None:
+    before = everything_in(trained)
+    overrides = [f"output_dir={tmp_path / 'other'}", f"engine.storage={trained / 'run' / 'store'}"]
+    code, _, errors = run("train", trained / "train.yaml", *overrides)
+    assert code == 2 and "store holds the checkpoint of another run: give other directories" in errors
+    assert everything_in(trained) == before and not (tmp_path / "other").exists()
+
+
+def test_the_exported_model_has_the_loss_that_training_reported(
+    trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    moved = tmp_path / "moved"  # a run may be carried elsewhere
+    shutil.copytree(trained / "run", moved)
+    monkeypatch.chdir(tmp_path)
+    code, printed, errors = run("export", "moved", "out", "--dtype", "float32")
+    assert (code, errors) == (0, "") and printed == "wrote out: the model of step 8 in float32\n"
+    model = AutoModelForCausalLM.from_pretrained("out", dtype=torch.float32).eval()
+    prepared = prepare(load_config(trained / "train.yaml"))
+    assert prepared.validation is not None
+    total, count = 0.0, 0
+    for batch in prepared.validation.iter_all():
+        targets = int((batch["labels"][:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += model(**batch, use_cache=False).loss.item() * targets
+        count += targets
+    assert total / count == pytest.approx(metrics_of(moved)[-1]["eval_loss"], rel=1e-5)
+    assert AutoTokenizer.from_pretrained("out")("5 times 5")["input_ids"] == list(b"5 times 5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere", "out"], "nowhere holds no run, there is no run.yaml in it: give the output_dir of a training"),
+        (["run", "full"], "OUT is 'full', which exists: name a new or empty folder"),
+        (["run", "out", "--dtype", "float8"], "--dtype is 'float8': use bfloat16, float32"),
+        (["unsaved", "out"], "RUN is 'unsaved', which has no checkpoint yet"),
+    ],
+)
+def test_an_export_that_cannot_work_is_one_sentence(
+    arguments: list[str], sentence: str, trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "run", "run")
+    Path("full").mkdir()
+    Path("full/file").touch()
+    Path("unsaved").mkdir()
+    shutil.copy("run/run.yaml", "unsaved")
+    code, _, errors = run("export", *arguments)
+    assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
+    assert not Path("out").exists()
+
+
+def test_verify_prints_the_agreement(tmp_path: Path, run: Run) -> None:
+    code, printed, errors = run("verify", write_config(tmp_path))
+    assert (code, errors) == (0, "")
+    assert len(re.findall(r"step \d  loss here \d\.\d+  in PyTorch \d\.\d+  difference \d\.\de-\d+", printed)) == 4
+    assert "they agree: losses to" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_verify_notices_a_difference(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_plainly = agreement.train_plainly
+
+    def train_without_clipping(config: Any, *arguments: Any) -> agreement.Training:
+        return train_plainly(load_config(write_config(tmp_path, max_grad_norm=None)), *arguments)
+
+    path = write_config(tmp_path, max_grad_norm=1e-3, adam_epsilon=1e-3)
+    monkeypatch.setattr(agreement, "train_plainly", train_without_clipping)
+    code, printed, _ = run("verify", path)
+    assert code == 1 and "they do not agree" in printed
+
+
+def test_init_writes_a_file_that_trains_when_model_and_data_are_named(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values_in(tmp_path)
+    code, printed, _ = run("init", "my.yaml")
+    assert code == 0 and "set model.path and data.paths in it, then run greedysnake train my.yaml" in printed
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(MODEL))
+    overrides = ["model.path=model", "model.tokenizer=bytes", "data.paths=rows.jsonl", "training.sequence_length=32"]
+    code, printed, errors = run("train", "my.yaml", *overrides, "training.max_steps=1", "engine.ram=512MiB")
+    assert (code, errors) == (0, "") and "1 of 1 steps done" in printed
+    assert os.path.isdir("runs/my-run/store")
+    code, _, errors = run("init", "my.yaml")
+    assert code == 2 and errors == "greedysnake: my.yaml exists: give another name, or remove it\n"
+
+
+def test_the_default_begins_to_learn(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, errors = run("train", "training.max_steps=4", "training.eval_steps=null")
+    assert (code, errors) == (0, "") and "4 of 4 steps done" in printed
+    lines = metrics_of(tmp_path / "runs" / "default")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+
+
+@pytest.mark.slow
+def test_the_default_learns_and_comes_out_as_a_model_that_loads(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "greedysnake"]
+    subprocess.run([*command, "train"], cwd=tmp_path, check=True)
+    lines = metrics_of(tmp_path / "runs" / "default")
+    assert lines[-1]["loss"] < 0.55 * lines[0]["loss"]
+    subprocess.run([*command, "export", "runs/default", "out"], cwd=tmp_path, check=True)
+    assert (tmp_path / "out" / "config.json").exists()

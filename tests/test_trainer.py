@@ -1,0 +1,260 @@
+"""Training as a whole: metrics, evaluation, checkpoints, signals, and continuing as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import greedysnake as gs
+from greedysnake.report.metrics import KEYS, MetricsFile
+from greedysnake.report.progress import Summary, step_line, summary_text
+from greedysnake.runtime.footprint import Footprint
+from training import curve, metrics_of, values_in, write_config, write_rows
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def train(values: dict[str, Any], console: Console | None = None) -> Summary:
+    return gs.Trainer(values, console=console or quiet()).train()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted, with what it printed."""
+    directory = tmp_path_factory.mktemp("straight")
+    console = Console(file=io.StringIO(), width=200)
+    train(values_in(directory, eval_steps=4, save_steps=3), console)
+    assert isinstance(console.file, io.StringIO)
+    (directory / "printed").write_text(console.file.getvalue())
+    return directory
+
+
+def test_every_step_has_one_line_with_every_key(straight: Path) -> None:
+    lines = metrics_of(straight / "run")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    for line in lines:
+        assert [key for key in line if key != "eval_loss"] == list(KEYS)
+        assert ("eval_loss" in line) == (line["step"] % 4 == 0)
+        assert line["tokens_per_s"] == pytest.approx(line["num_tokens"] / line["elapsed_s"])
+        assert line["bound"] in ("ssd", "pcie", "compute", "cpu") and 0 <= line["bound_fraction"] <= 1
+    totals = [line["ssd_written_total_bytes"] for line in lines]
+    assert totals == sorted(totals) and totals[0] > 0
+
+
+def test_the_loss_falls_and_the_rate_follows_its_schedule(straight: Path) -> None:
+    lines = metrics_of(straight / "run")
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+    assert lines[-1]["eval_loss"] < lines[3]["eval_loss"]
+    assert [line["lr"] for line in lines[:3]] == [0.0, 5e-3, 1e-2]
+
+
+def test_a_person_sees_where_everything_lives_then_lines_then_a_summary(straight: Path) -> None:
+    printed = (straight / "printed").read_text()
+    for word in ("weights", "optimizer state", "activations", "gradients", "of a budget of 64 MiB", "tokens per step"):
+        assert word in printed
+    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    assert len(lines) == 8
+    for part in ("loss ", "lr ", " tokens/s", " busy ", "GB written", " left"):
+        assert all(part in line for line in lines), part
+    assert "8 of 8 steps done" in printed and "next: greedysnake export" in printed
+
+
+def test_a_finished_run_is_not_trained_again(straight: Path) -> None:
+    before = curve(straight / "run")
+    summary = train(values_in(straight, eval_steps=4, save_steps=3))
+    assert (summary.num_steps, summary.loss) == (8, None)
+    assert curve(straight / "run") == before
+
+
+def test_a_run_that_is_longer_from_the_start_continues_where_it_was(tmp_path: Path) -> None:
+    constant = {"lr_scheduler_type": "constant_with_warmup"}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    train(values_in(tmp_path / "one", max_steps=6, **constant))
+    train(values_in(tmp_path / "two", max_steps=4, **constant))
+    train(values_in(tmp_path / "two", max_steps=6, **constant))
+    assert curve(tmp_path / "one" / "run") == curve(tmp_path / "two" / "run")
+
+
+def test_evaluation_and_checkpoints_change_nothing(straight: Path, tmp_path: Path) -> None:
+    train(values_in(tmp_path, save_steps=0))
+    assert curve(tmp_path / "run") == curve(straight / "run")
+
+
+def start_and_wait_for(config: Path, num_lines: int) -> subprocess.Popen[str]:
+    """Starts a training and returns when its metrics have so many lines."""
+    command = [sys.executable, "-m", "greedysnake", "train", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = config.parent / "run" / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < num_lines):
+        time.sleep(0.01)
+    return process
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Long enough that a signal comes in the middle on any machine; not interrupted."""
+    directory = tmp_path_factory.mktemp("long")
+    train(values_in(directory, max_steps=50, save_steps=0))
+    return directory / "run"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_that_then_continues_to_the_bit(number: signal.Signals, tmp_path: Path, long: Path) -> None:
+    process = start_and_wait_for(write_config(tmp_path, max_steps=50, save_steps=40), 3)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    reached = len(metrics_of(tmp_path / "run"))
+    assert 3 <= reached < 50
+    assert f"stopped by {number.name} after step {reached}, which is saved" in output
+    console = quiet()
+    train(values_in(tmp_path, max_steps=50, save_steps=40), console)
+    assert isinstance(console.file, io.StringIO)
+    assert f"continued from the checkpoint of step {reached}\n" in console.file.getvalue()
+    assert curve(tmp_path / "run") == curve(long)
+
+
+def test_a_killed_run_returns_to_its_checkpoint_and_no_step_appears_twice(tmp_path: Path, long: Path) -> None:
+    process = start_and_wait_for(write_config(tmp_path, max_steps=50, save_steps=4), 6)
+    process.kill()
+    process.communicate()
+    assert len(metrics_of(tmp_path / "run")) < 50
+    train(values_in(tmp_path, max_steps=50, save_steps=4))
+    assert curve(tmp_path / "run") == curve(long)
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    code = (
+        "import os, signal, time\n"
+        "from greedysnake.trainer import stop_requests\n"
+        "with stop_requests() as requests:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print(requests, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "['SIGTERM']\n")
+
+
+def test_tokens_and_bytes_written_count_over_all_parts_of_a_run(tmp_path: Path) -> None:
+    first = train(values_in(tmp_path, max_steps=4))
+    second = train(values_in(tmp_path, max_steps=8))
+    assert second.num_tokens == sum(line["num_tokens"] for line in metrics_of(tmp_path / "run")) > first.num_tokens
+    totals = [line["ssd_written_total_bytes"] for line in metrics_of(tmp_path / "run")]
+    assert totals[3] < first.ssd_written_bytes <= totals[4] < totals[-1] < second.ssd_written_bytes
+
+
+def test_data_that_changed_since_the_checkpoint_are_noticed(tmp_path: Path) -> None:
+    values = values_in(tmp_path, max_steps=2)
+    train(values)
+    write_rows(tmp_path / "rows.jsonl", 300)
+    before = (tmp_path / "run" / "run.yaml").read_text()
+    with pytest.raises(gs.ConfigError, match=r"data\.paths: the data are not those of the checkpoint of step 2"):
+        train(values_in(tmp_path, max_steps=4))
+    assert (tmp_path / "run" / "run.yaml").read_text() == before
+
+
+def test_overwriting_starts_anew(tmp_path: Path) -> None:
+    train(values_in(tmp_path, max_steps=3))
+    values = values_in(tmp_path, max_steps=2, seed=5)
+    summary = train({**values, "overwrite_output_dir": True})
+    assert (summary.num_steps, len(metrics_of(tmp_path / "run"))) == (2, 2)
+
+
+def test_epochs_make_steps_when_max_steps_does_not(tmp_path: Path) -> None:
+    trainer = gs.Trainer(values_in(tmp_path, max_steps=-1, num_train_epochs=2), console=quiet())
+    per_epoch = trainer.prepared.train.num_micro_batches_per_epoch
+    assert trainer.prepared.num_steps == -(-per_epoch * 2 // 2)
+
+
+def test_what_a_run_takes_is_foreseen_to_the_byte(tmp_path: Path) -> None:
+    values = values_in(tmp_path, max_steps=2)
+    values["engine"] |= {"placement": {"activations_ram": 0.5, "gradients_ram": 0.5, "optimizer_ram": 0.3}}
+    trainer = gs.Trainer(values, console=quiet())
+    footprint: Footprint = trainer.prepared.footprint
+    trainer.train()
+    files = [tmp_path / "run" / "store" / f"greedysnake.{name}" for name in ("extents", "scratch")]
+    assert sum(file.stat().st_size for file in files) == sum(footprint.disk_bytes)
+    with gs.Engine(
+        trainer.prepared.model,
+        gs.AdamW(lr=0.1),
+        storage=[tmp_path / "again"],
+        ram="64MiB",
+        dtype="float32",
+        max_grad_norm=1.0,
+        placement=trainer.config.engine.placement,
+        chunk_params=4096,
+    ) as engine:
+        engine.step(trainer.prepared.train.micro_batches(0, 2))
+        assert engine.arena.peak_bytes == footprint.ram_bytes
+
+
+def test_metrics_survive_a_torn_line_and_drop_what_is_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    with MetricsFile(path, last_step=2) as metrics:
+        metrics.write({"step": 3, "loss": float("nan")})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1},
+        {"step": 2},
+        {"step": 3, "loss": None},
+    ]
+
+
+def test_a_line_says_what_bounds_the_step_and_how_close() -> None:
+    record = {
+        "step": 12,
+        "loss": 2.5,
+        "lr": 3e-4,
+        "tokens_per_s": 12345.6,
+        "bound": "ssd",
+        "bound_fraction": 0.93,
+        "ssd_written_total_bytes": 12_340_000_000,
+        "elapsed_s": 1.0,
+    }
+    assert step_line(record, 100, 3725) == (
+        "step 12/100  loss 2.5000  lr 3.00e-04  12.3k tokens/s  ssd busy 93%  SSD 12.3 GB written  1h02m left"
+    )
+
+
+def test_a_summary_counts_skipped_steps() -> None:
+    summary = Summary("runs/x", 5, 9, 1.5, None, 10_000, 2, 61.0, 10**9, "SIGTERM")
+    text = summary_text(summary)
+    assert "5 of 9 steps done, 10k target tokens seen, loss 1.5000, 2 skipped (gradient not finite)" in text
+    assert "stopped by SIGTERM after step 5, which is saved: the same command continues from there" in text
+
+
+def test_reports_go_where_they_are_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(
+        "import json, os\n"
+        "def init(**options): calls('init', options)\n"
+        "def log(metrics, step): calls('log', [step, sorted(metrics)])\n"
+        "def finish(): calls('finish', None)\n"
+        f"def calls(*what): open({str(tmp_path / 'calls')!r}, 'a').write(json.dumps(what) + os.linesep)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    train(values_in(tmp_path, max_steps=2, report_to=["wandb"], run_name="mine"))
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [name for name, _ in calls] == ["init", "log", "log", "finish"]
+    assert calls[0][1]["name"] == "mine" and calls[0][1]["config"]["training"]["seed"] == 1
+    assert calls[2][1] == [2, sorted(key for key in KEYS if key not in ("step", "bound"))]
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(gs.ConfigError, match=r"training\.report_to names mlflow, which is not installed: pip install"):
+        train(values_in(tmp_path, report_to=["mlflow"]))
+    assert not (tmp_path / "run").exists() and os.listdir(tmp_path) == ["rows.jsonl"]
