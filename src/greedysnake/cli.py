@@ -1,0 +1,197 @@
+"""The command line. The only place that reads environment variables; commands import what they need when they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from greedysnake.errors import ConfigError, GreedySnakeError
+
+app = typer.Typer(
+    name="greedysnake",
+    help="Train large language models on hardware that cannot hold them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command that was asked for. Errors made for people are one sentence and exit code 2."""
+    try:
+        app(prog_name="greedysnake")
+    except GreedySnakeError as error:
+        if os.environ.get("GREEDYSNAKE_DEBUG") == "1":
+            raise
+        sys.exit(_complain(str(error)))
+    except ModuleNotFoundError as error:
+        if error.name != "greedysnake._native" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
+            raise
+        sys.exit(_complain("the native module is not built: run make build, or pip install ."))
+
+
+def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
+    """Without a file, the first word is an override already."""
+    if config is not None and "=" in config and not Path(config).exists():
+        return None, [config, *(overrides or [])]
+    return config, overrides or []
+
+
+def _complain(message: str) -> int:
+    print(f"greedysnake: {message}", file=sys.stderr)
+    return 2
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONFIG.yaml]", help="The configuration; without one a small default.", show_default=False
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[a.b=c]...", help="Changes, as in training.max_steps=100.", show_default=False),
+    ] = None,
+) -> None:
+    """Train a model; continue if its output_dir has a checkpoint. Ctrl-C finishes the step, saves and ends."""
+    from greedysnake.config import load_config
+
+    settings = load_config(*_file_and_overrides(config, overrides))
+    from rich.console import Console
+
+    from greedysnake.trainer import Trainer
+
+    Trainer(settings, console=Console(soft_wrap=False)).train()
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("greedysnake.yaml"),
+) -> None:
+    """Write a YAML file with every key, its default and what it means."""
+    from greedysnake.report.configuration_text import commented_yaml
+
+    try:
+        with path.open("x") as file:
+            file.write(commented_yaml())
+    except FileExistsError:
+        raise ConfigError(f"{path} exists: give another name, or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another name") from error
+    print(f"wrote {path}: set model.path and data.paths in it, then run greedysnake train {path}")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a training.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the model.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Write the last checkpoint as a folder that transformers' from_pretrained loads."""
+    from greedysnake.exporting import export_run
+
+    step = export_run(run, out, dtype=dtype)
+    print(f"wrote {out}: the model of step {step} in {dtype}")
+
+
+@app.command()
+def verify(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG.yaml]", help="The configuration of a training.", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[a.b=c]...", help="Changes, as in engine.alpha=0.", show_default=False),
+    ] = None,
+) -> None:
+    """Train a shrunken copy of your model here and in plain PyTorch, and compare. Exit code 1 on a mismatch."""
+    from greedysnake.config import load_config
+
+    settings = load_config(*_file_and_overrides(config, overrides))
+    from rich.console import Console
+
+    from greedysnake.agreement import compare
+
+    raise typer.Exit(0 if compare(settings, Console()) else 1)
+
+
+@app.command()
+def doctor(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[DIR]...", help="Directories that training would use, one per drive.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check machine and directories: what works, how fast, what to fix. Exit code 1 if training could not work.
+
+    Each directory takes two seconds; the file used to measure it is gone afterwards.
+    """
+    from greedysnake.runtime.doctor import examine
+
+    diagnosis = examine(directories or [])
+    if as_json:
+        print(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        from greedysnake.report.doctor_text import doctor_text
+
+        Console().print(doctor_text(diagnosis))
+    raise typer.Exit(0 if diagnosis.ok else 1)
+
+
+@app.command()
+def selfcheck(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Where to put temporary files.", show_default=False)
+    ] = None,
+) -> None:
+    """Check native kernels, I/O and a short training against plain PyTorch. Exit code 1 if anything differs."""
+    from rich.console import Console
+
+    from greedysnake.selfcheck import run_checks
+
+    raise typer.Exit(0 if run_checks(Console(), directory) else 1)
+
+
+@app.command()
+def schedule(
+    blocks: Annotated[int, typer.Option(help="Blocks, embedding and head included.")] = 4,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 3,
+    alpha: Annotated[float, typer.Option(help="Share of the updates that is done late, 0 to 1.")] = 0.25,
+    clipping: Annotated[bool, typer.Option("--clipping", help="Clip the global norm of the gradient.")] = False,
+    kind: Annotated[str, typer.Option(help="vertical or horizontal.")] = "vertical",
+    chunks: Annotated[int, typer.Option(help="Chunks per block.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps to print.")] = 1,
+) -> None:
+    """Print a training step as the operations that the engine runs, block by block."""
+    from greedysnake.report.schedule_text import schedule_text
+
+    text = schedule_text(
+        blocks=blocks,
+        micro_batches=micro_batches,
+        alpha=alpha,
+        clipping=clipping,
+        kind=kind,
+        chunks=chunks,
+        steps=steps,
+    )
+    print(text.rstrip("\n"))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"greedysnake {installed_version('greedysnake')}")

@@ -1,0 +1,305 @@
+"""Everything that can be known before training starts: model, tokenizer, data, plan. Checks all, writes nothing.
+
+The one exception is the cache of tokenised data, which comes last, when everything else is known to fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from greedysnake import settings
+from greedysnake.config import Config, TrainingOptions, difference
+from greedysnake.data.batches import Batches
+from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
+from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError
+from greedysnake.learning_rate import LearningRate
+from greedysnake.models.huggingface import CausalLM, load_model
+from greedysnake.models.sequential import Model
+from greedysnake.report.trackers import require_trackers
+from greedysnake.runtime.engine import Engine
+from greedysnake.runtime.footprint import Footprint, foresee, require_disk
+from greedysnake.runtime.host import ram_bytes
+from greedysnake.runtime.opening import holds_checkpoint
+from greedysnake.runtime.optimizer import AdamW
+
+RUN = "run.yaml"
+METRICS = "metrics.jsonl"
+CACHE = "data"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a training needs, all of it checked."""
+
+    config: Config
+    model: CausalLM
+    tokenizer: Tokenizer
+    train: Batches
+    validation: Batches | None
+    num_steps: int
+    rate: LearningRate
+    footprint: Footprint
+    device: str
+    ram: int
+    resume: bool
+    """There is a checkpoint of this run."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.config.training.gradient_accumulation_steps
+
+
+def prepare(config: Config) -> Prepared:
+    """Loads what is needed to check the rest; a ConfigError, PlanError or StorageError says what cannot work."""
+    resume = find_run(config)
+    with _key("training."):
+        require_trackers(config.training.report_to)
+    device = choose_device(config.engine.device)
+    model_config = model_configuration(config)
+    _require_positions(config, model_config)
+    tokenizer = load_tokenizer(config.tokenizer)
+    model = make_model(config, model_config)
+    ram = ram_budget(config)
+    footprint = footprint_of(config, model, model_config, ram)
+    with _key("engine.storage: "):
+        require_disk(footprint, config.storage)
+    train = batches_of(config, tokenizer, "train")
+    _require_vocabulary(config, model_config, train)
+    num_steps = _num_steps(config, train)
+    with _key("training."):
+        rate = config.training.rate(num_steps)
+    validation = batches_of(config, tokenizer, "validation") if config.training.eval_steps else None
+    return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, resume=resume)
+
+
+def open_engine(config: Config, model: Model, *, device: str, ram: int, resume: bool) -> Engine:
+    """The engine that trains, or that holds what was trained."""
+    options, training = config.engine, config.training
+    return Engine(
+        model,
+        adamw(training),
+        storage=config.storage,
+        ram=ram,
+        device=device,
+        dtype=config.dtype,
+        schedule=options.schedule,
+        alpha=options.alpha,
+        max_grad_norm=training.clip_norm,
+        placement=options.placement,
+        slots=options.slots,
+        chunk_params=options.chunk_params,
+        seed=training.seed,
+        resume=resume,
+        overwrite=config.overwrite_output_dir and not resume,
+        single_slot=options.single_slot,
+        verify_reads=options.verify_reads,
+        num_threads=options.num_threads,
+        compile=options.compile,
+    )
+
+
+def adamw(training: TrainingOptions) -> AdamW:
+    return AdamW(
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+        weight_decay=training.weight_decay,
+    )
+
+
+def find_run(config: Config) -> bool:
+    """Whether a checkpoint of this run is there; ConfigError when output_dir or storage holds another run."""
+    directory, first = Path(config.output_dir), config.storage[0]
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"output_dir is {config.output_dir!r}, which is a file: name a folder")
+    if config.overwrite_output_dir:
+        return False
+    if not (directory / RUN).exists():
+        if holds_checkpoint(first):
+            raise ConfigError(
+                f"engine.storage: {first} holds the checkpoint of another run: give other directories, the "
+                "output_dir of that run, or set overwrite_output_dir=true to discard it"
+            )
+        if (directory / METRICS).exists():
+            raise ConfigError(
+                f"output_dir is {config.output_dir!r}, which has a {METRICS} but no {RUN}: give another folder"
+            )
+        return False
+    changed = difference(load_run(directory), config)
+    if changed:
+        raise ConfigError(
+            f"output_dir is {config.output_dir!r}, which holds another run: {changed}: give another folder, "
+            "the same settings, or overwrite_output_dir=true to discard that run"
+        )
+    return holds_checkpoint(first)
+
+
+def load_run(directory: Path) -> Config:
+    """The configuration of the run in a folder, wherever the folder is now."""
+    path = directory / RUN
+    if not path.is_file():
+        raise ConfigError(f"{directory} holds no run, there is no {RUN} in it: give the output_dir of a training")
+    values = settings.read_yaml(path.read_text(), str(path))
+    return settings.build(Config, {**values, "output_dir": str(directory)})
+
+
+def ram_budget(config: Config) -> int:
+    """Bytes for all host buffers: those asked for, or half of what is free now."""
+    return config.engine.ram if config.engine.ram is not None else ram_bytes()[1] // 2
+
+
+def choose_device(wanted: str) -> str:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device is cuda and torch finds no CUDA device: use cpu, or install a driver")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def model_configuration(config: Config) -> Any:
+    """transformers' configuration of the model; unknown keys are refused, which transformers itself does not do."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ConfigError("training needs the package transformers: pip install transformers") from error
+    auto: Any = AutoConfig
+    if config.model.path is not None:
+        try:
+            return auto.from_pretrained(config.model.path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.path: config.json of {config.model.path!r} cannot be used: {error}") from error
+    values = dict(config.model.config or {})
+    kind = values.pop("model_type")
+    try:
+        default = auto.for_model(kind)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"model.config.model_type is {kind!r}, which transformers does not know") from error
+    known = {*default.to_dict(), *default.attribute_map, *_LEGACY_KEYS}
+    for key in values:
+        if key not in known:
+            raise ConfigError(settings.unknown_key(key, sorted(known), "model.config"))
+    try:
+        return type(default)(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.config: {_first_line(error)}") from error
+
+
+def make_model(config: Config, model_config: Any) -> CausalLM:
+    """The model as blocks, without its values yet; ConfigError when it cannot be trained, or not on such data."""
+    with _key("model: "):
+        model = load_model(config.model.path or model_config, seed=config.training.seed)
+    if config.data.packing and not model.split.packs:
+        raise ConfigError(
+            f"data.packing is true, and {model_config.model_type} cannot keep packed documents apart: set it to false"
+        )
+    return model
+
+
+def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> Footprint:
+    """PlanError, beginning with engine.ram, when the budget is too small."""
+    training, options = config.training, config.engine
+    hidden = model_config.get_text_config().hidden_size
+    element_bytes = 4 if config.dtype == "float32" else 2
+    try:
+        return foresee(
+            model,
+            dtype=config.dtype,
+            ram=ram,
+            num_directories=len(config.storage),
+            alpha=options.alpha,
+            clipping=training.clip_norm is not None,
+            placement=options.placement,
+            slots=options.slots,
+            chunk_params=options.chunk_params,
+            single_slot=options.single_slot,
+            vertical=options.schedule == "vertical",
+            num_micro_batches=training.gradient_accumulation_steps,
+            activation_bytes=training.per_device_train_batch_size
+            * training.sequence_length
+            * int(hidden)
+            * element_bytes,
+        )
+    except PlanError as error:
+        raise PlanError(f"engine.ram: {error}") from error
+
+
+def batches_of(config: Config, tokenizer: Tokenizer, split: str) -> Batches:
+    """The data of a run; tokenised when it is not in the cache yet."""
+    training, cache = config.training, Path(config.output_dir) / CACHE
+    with _leaving_nothing(cache):
+        return Batches(
+            config.data,
+            tokenizer,
+            sequence_length=training.sequence_length,
+            micro_batch_size=training.per_device_train_batch_size,
+            seed=training.seed,
+            cache=cache,
+            split=split,
+        )
+
+
+def _num_steps(config: Config, batches: Batches) -> int:
+    training = config.training
+    if training.max_steps != -1:
+        return training.max_steps
+    steps = batches.num_micro_batches_per_epoch / training.gradient_accumulation_steps * training.num_train_epochs
+    return max(1, math.ceil(steps))
+
+
+def _require_positions(config: Config, model_config: Any) -> None:
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    wanted = config.training.sequence_length
+    if isinstance(positions, int) and wanted > positions:
+        raise ConfigError(
+            f"training.sequence_length is {wanted} and the model has {positions} positions "
+            f"(max_position_embeddings): give {positions} or less"
+        )
+
+
+def _require_vocabulary(config: Config, model_config: Any, batches: Batches) -> None:
+    """Asks the data, not the tokenizer: there are models whose tokenizer knows tokens that they do not use."""
+    vocabulary = int(model_config.get_text_config().vocab_size)
+    if batches.max_token_id >= vocabulary:
+        raise ConfigError(
+            f"model.tokenizer {config.tokenizer!r} gives token {batches.max_token_id} and the model's vocab_size is "
+            f"{vocabulary}: give the model's own tokenizer, or a model with a larger vocab_size"
+        )
+
+
+@contextmanager
+def _leaving_nothing(cache: Path) -> Iterator[None]:
+    """Data that cannot be used leave no empty cache behind."""
+    made = [path for path in (cache, *cache.parents) if not path.exists()]
+    try:
+        yield
+    except GreedySnakeError:
+        if cache in made:
+            (cache / "lock").unlink(missing_ok=True)
+            with suppress(OSError):  # not empty: something else came there meanwhile
+                for path in made:
+                    path.rmdir()
+        raise
+
+
+@contextmanager
+def _key(prefix: str) -> Iterator[None]:
+    """Puts the key before messages of things that do not know where their values came from."""
+    try:
+        yield
+    except (ConfigError, PlanError) as error:
+        raise type(error)(f"{prefix}{error}") from error
+    except StorageError as error:
+        raise StorageError(f"{prefix}{error}", path=error.path, errno_name=error.errno_name) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+_LEGACY_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "architectures")

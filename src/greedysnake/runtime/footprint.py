@@ -1,0 +1,201 @@
+"""What a run will take of device, RAM and drives, computed from shapes before anything is allocated or written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from greedysnake.errors import PlanError, StorageError
+from greedysnake.models.sequential import Model
+from greedysnake.ops import Plan
+from greedysnake.placement import Home, Placement, Slots, ram_bytes
+from greedysnake.runtime.directory import EXTENTS, SCRATCH, explained
+from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram, slot_bytes
+from greedysnake.runtime.flat import decays_by_default, survey
+from greedysnake.runtime.layout import Layout
+from greedysnake.runtime.memory import page_aligned
+from greedysnake.runtime.state import extent_specs
+from greedysnake.shapes import GRANULE, PRECISIONS, total_params
+from greedysnake.sizes import format_size
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what and where; the plan is that of a step with these micro-batches."""
+
+    plan: Plan
+    num_params: int
+    homes: Mapping[str, Mapping[Home, int]]
+    """What lives where between uses: weights, optimizer state, activations, gradients; and buffers."""
+    ram_bytes: int
+    ram_budget_bytes: int
+    disk_bytes: tuple[int, ...]
+    """Bytes of the store's files in each directory, all slots and scratch included."""
+
+
+def foresee(
+    model: Model,
+    *,
+    dtype: str,
+    ram: int,
+    num_directories: int,
+    alpha: float,
+    clipping: bool,
+    placement: Placement,
+    slots: Slots,
+    chunk_params: int,
+    single_slot: bool,
+    vertical: bool,
+    num_micro_batches: int,
+    activation_bytes: int,
+) -> Footprint:
+    """PlanError, with the numbers, when the RAM budget is too small."""
+    blocks = survey(model, max(GRANULE, chunk_params // GRANULE * GRANULE), decays_by_default, needs_values=False)
+    has_ssd = num_directories > 0
+    plan = make_plan(blocks, PRECISIONS[dtype], placement, slots, alpha=alpha, clipping=clipping, has_ssd=has_ssd)
+    require_ram(plan, ram)
+    fixed = sum(slot_bytes(plan).values()) + sum(_in_ram(plan).values())
+    plan, kept = fit_gradients(
+        plan, num_micro_batches, activation_bytes, ram - fixed, vertical=vertical, has_ssd=has_ssd
+    )
+    step = _step_bytes(plan, set(kept), num_micro_batches if vertical else 1, activation_bytes)
+    scratch = [*step.ssd_activations, *step.spilled]
+    homes = _homes(plan, step)
+    disk: tuple[int, ...] = ()
+    if has_ssd:
+        layout = Layout.build(
+            extent_specs(plan.blocks, plan.precision),
+            scratch,
+            num_members=num_directories,
+            num_slots=1 if single_slot else 2,
+        )
+        disk = tuple(layout.extents_bytes(member) + layout.scratch_bytes[member] for member in range(num_directories))
+    used = sum(row.get(Home.RAM, 0) for row in homes.values())
+    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk)
+
+
+def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:
+    """PlanError unless every drive has room for the store, StorageError unless it can be written.
+
+    Files of an earlier run of the same store count as room. Nothing is left behind.
+    """
+    needed: dict[int, int] = {}
+    places: dict[int, list[Path]] = {}
+    for directory, nbytes in zip(map(Path, directories), footprint.disk_bytes, strict=True):
+        existing = _nearest_existing(directory)
+        _require_writable(directory, existing)
+        device = os.stat(existing).st_dev
+        needed[device] = needed.get(device, 0) + max(0, nbytes - _taken(directory))
+        places.setdefault(device, []).append(directory)
+    for device, nbytes in needed.items():
+        status = os.statvfs(_nearest_existing(places[device][0]))
+        free = status.f_bavail * status.f_frsize
+        if nbytes > free:
+            raise PlanError(
+                f"the store needs {format_size(nbytes)} more in {', '.join(map(str, places[device]))}, "
+                f"{format_size(free)} are free there: free {format_size(nbytes - free)}, "
+                "add a directory on another drive, or set single_slot, which halves it"
+            )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Bytes that depend on the micro-batches."""
+
+    device: int
+    device_activations: int
+    ram_activations: int
+    transfers: int
+    kept: int
+    ssd_activations: list[int]
+    spilled: list[int]
+
+
+def _step_bytes(plan: Plan, kept: set[tuple[int, int]], num_micro_batches: int, activation_bytes: int) -> _Step:
+    size = page_aligned(activation_bytes)
+    counts = plan.count_homes(num_micro_batches)
+    gradient_bytes = plan.precision.gradient_bytes
+    kept_bytes, spilled = 0, []
+    for number, homes in enumerate(plan.homes):
+        for index, home in enumerate(homes):
+            nbytes = plan.blocks[number].chunks[index].num_params * gradient_bytes
+            if (number, index) in kept:
+                kept_bytes += nbytes
+            elif home.late:
+                spilled.append(nbytes)
+    transfers = (size if counts[Home.SSD] else 0) + max(spilled, default=0)
+    return _Step(
+        device=plan.num_between(num_micro_batches) * size,
+        device_activations=counts[Home.DEVICE] * size,
+        ram_activations=counts[Home.RAM] * size,
+        transfers=plan.slots.transfers * transfers,
+        kept=kept_bytes,
+        ssd_activations=[size] * counts[Home.SSD],
+        spilled=spilled,
+    )
+
+
+def _homes(plan: Plan, step: _Step) -> dict[str, dict[Home, int]]:
+    in_ram = _in_ram(plan)
+    precision = plan.precision
+    weights = total_params(plan.blocks) * precision.weight_bytes
+    state = sum(
+        chunk.num_params * (precision.state_bytes if chunk.trainable else precision.residual_bytes)
+        for block in plan.blocks
+        for chunk in block.chunks
+    )
+    return {
+        "weights": {Home.RAM: in_ram["weights"], Home.SSD: weights - in_ram["weights"]},
+        "optimizer state": {Home.RAM: in_ram["optimizer state"], Home.SSD: state - in_ram["optimizer state"]},
+        "activations": {
+            Home.DEVICE: step.device_activations,
+            Home.RAM: step.ram_activations,
+            Home.SSD: sum(step.ssd_activations),
+        },
+        "gradients": {Home.RAM: step.kept, Home.SSD: sum(step.spilled)},
+        "buffers": {
+            Home.DEVICE: _device_slots(plan) + step.device,
+            Home.RAM: sum(slot_bytes(plan).values()) + step.transfers,
+        },
+    }
+
+
+def _in_ram(plan: Plan) -> dict[str, int]:
+    homes = ram_bytes(plan.blocks, plan.homes, plan.precision)
+    return {name: homes[name] for name in ("weights", "optimizer state")}
+
+
+def _device_slots(plan: Plan) -> int:
+    """Weights and gradients of the blocks that are on the device at once."""
+    num_slots = {"layers": (plan.slots.weights, plan.slots.gradients), "ends": (1, 1), "shared": (1, 1)}
+    num_slots["kept"] = (sum(block.pool == "kept" for block in plan.blocks), 0)
+    total = 0
+    for pool, (num_weights, num_gradients) in num_slots.items():
+        largest = max((block.num_params for block in plan.blocks if block.pool == pool), default=0)
+        trainable = [
+            block.num_trainable for number, block in enumerate(plan.blocks) if plan.gradient_pool(number) == pool
+        ]
+        total += num_weights * largest * plan.precision.weight_bytes
+        total += num_gradients * max(trainable, default=0) * plan.precision.gradient_bytes
+    return total
+
+
+def _nearest_existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _require_writable(directory: Path, existing: Path) -> None:
+    if not existing.is_dir():
+        raise StorageError(f"{directory} cannot be made: {existing} is a file: give another directory")
+    with explained("write in", existing), tempfile.TemporaryFile(dir=existing):
+        pass
+
+
+def _taken(directory: Path) -> int:
+    """Bytes that the store's files already have."""
+    files = [directory / name for name in (EXTENTS, SCRATCH)]
+    return sum(file.stat().st_blocks * 512 for file in files if file.exists())
