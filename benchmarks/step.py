@@ -37,6 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences in a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4, help="the first is not counted")
+    parser.add_argument("--peer-steps", type=int, default=None, help="steps of the other systems, if not as many")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--storage", nargs="*", default=[], help="directories for greedysnake and ZeRO-Infinity")
     parser.add_argument("--ram", default="24GiB", help="arena of greedysnake, and with --ram-cap a hard cap")
@@ -51,6 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--chunk-params", type=int, default=4 << 20)
     parser.add_argument("--threads", type=int, default=None, help="optimizer threads")
     parser.add_argument("--single-slot", action="store_true")
+    parser.add_argument("--no-checkpoints", action="store_true", help="no room on the drive for what lives in RAM")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-bounds", action="store_true", help="skip the measurement of the bounds")
     parser.add_argument("--trace", default=None, help="write a Perfetto timeline of greedysnake's last step here")
@@ -147,6 +149,8 @@ def greedysnake_model(options: argparse.Namespace) -> Any:
 
     def made_on_device(kind: type[nn.Module]) -> Any:
         def make() -> nn.Module:
+            if torch.get_default_device().type == "meta":  # asked for the shapes only
+                return kind()
             with device:
                 return kind()
 
@@ -183,6 +187,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         slots=slots,
         chunk_params=options.chunk_params,
         single_slot=options.single_slot,
+        checkpoints=not options.no_checkpoints,
         num_threads=options.threads,
         io=io_options(options),
         overwrite=True,
@@ -300,14 +305,12 @@ def run_deepspeed(options: argparse.Namespace, *, nvme: bool) -> dict[str, Any]:
         for index in range(options.micro_batches):
             engine.set_gradient_accumulation_boundary(index == options.micro_batches - 1)
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-            engine.backward(loss / options.micro_batches)
+            engine.backward(loss)  # which divides by the number of micro-batches
             engine.step()
         torch.cuda.synchronize()
         spans.append(time.perf_counter() - start_s)
         losses.append(float(loss))
     after = kernel_io()
-    if swap:
-        shutil.rmtree(swap, ignore_errors=True)  # made by this process
     return {
         "steps_s": spans,
         "losses": losses,
@@ -508,6 +511,7 @@ def work(options: argparse.Namespace) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, parse_size(options.vram_cap) / total))
     runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "bounds": run_bounds,
+        "drive": lambda o: {"ssd_bytes_per_s": mixed_bandwidth(o)},
         "greedysnake": run_greedysnake,
         "pytorch": run_pytorch,
         "pytorch-no-recompute": lambda o: run_pytorch(o, recompute=False),
@@ -515,6 +519,8 @@ def work(options: argparse.Namespace) -> None:
         "zero-infinity": lambda o: run_deepspeed(o, nvme=True),
         "zero-offload": lambda o: run_deepspeed(o, nvme=False),
     }
+    if options.peer_steps and options.worker != "greedysnake":
+        options.steps = options.peer_steps
     result = runs[options.worker](options)
     result["peak_rss_bytes"] = peak_rss_bytes()
     if options.device == "cuda":
@@ -524,10 +530,15 @@ def work(options: argparse.Namespace) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def run_worker(name: str, arguments: list[str]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments, "--worker", name], stdout=subprocess.PIPE, text=True, check=False
-    )
+def run_worker(name: str, arguments: list[str], storage: list[str]) -> dict[str, Any]:
+    """Runs a system in a process of its own, with an empty folder on each drive that is removed afterwards."""
+    folders = [str(Path(directory) / f"{name}-{os.getpid()}") for directory in storage]
+    command = [sys.executable, __file__, *arguments, "--worker", name]
+    if folders:
+        command += ["--storage", *folders]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line[len("RESULT ") :])  # type: ignore[no-any-return]
@@ -550,10 +561,24 @@ def summarise(name: str, result: dict[str, Any], options: argparse.Namespace, bo
     if ssd_bytes and bounds.get("ssd_bytes_per_s"):
         row["ssd_bound_s"] = ssd_bytes / bounds["ssd_bytes_per_s"]
         row["of_ssd_bound"] = row["ssd_bound_s"] / step_s
+        row["of_26_bytes_per_param"] = 26 * count_params(options) / bounds["ssd_bytes_per_s"] / step_s
     if bounds.get("layer_forward_s"):
         layer_s = bounds["layer_forward_s"] + bounds["layer_backward_s"]
         row["layers_alone_s"] = layer_s * options.layers * options.micro_batches
     return row
+
+
+DETAILS = (
+    "bound",
+    "bound_fraction",
+    "of_26_bytes_per_param",
+    "layers_alone_s",
+    "busy_s",
+    "build_s",
+    "losses",
+    "steps_s",
+    "arena_peak_bytes",
+)
 
 
 def print_table(rows: list[dict[str, Any]], options: argparse.Namespace, bounds: dict[str, Any]) -> None:
@@ -579,12 +604,15 @@ def print_table(rows: list[dict[str, Any]], options: argparse.Namespace, bounds:
             f"{pcie:>12} {row.get('peak_vram_bytes', 0) / 1e9:8.1f} {row['peak_rss_bytes'] / 1e9:7.1f} "
             f"{row.get('of_ssd_bound', 0):12.3f}"
         )
-        details = {
-            key: row[key]
-            for key in ("bound", "bound_fraction", "layers_alone_s", "busy_s", "losses", "steps_s")
-            if row.get(key)
-        }
+        details = {key: row[key] for key in DETAILS if row.get(key)}
         print(f"    {json.dumps(details, default=str)}")
+
+
+def measured_again(bounds: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """A drive's speed drifts: the bound of a run is the mean of what the drive did just before and just after it."""
+    before, then = bounds.get("ssd_after_bytes_per_s", bounds["ssd_bytes_per_s"]), after["ssd_bytes_per_s"]
+    mean = (before + then) / 2
+    return {**bounds, "ssd_bytes_per_s": mean, "ssd_before_bytes_per_s": before, "ssd_after_bytes_per_s": then}
 
 
 def main() -> None:
@@ -593,10 +621,12 @@ def main() -> None:
     if options.worker:
         work(options)
         return
-    bounds = {} if options.no_bounds else run_worker("bounds", arguments)
+    bounds = {} if options.no_bounds else run_worker("bounds", arguments, options.storage)
     rows = []
     for name in options.systems:
-        result = run_worker(name, arguments)
+        result = run_worker(name, arguments, options.storage)
+        if "ssd_bytes_per_s" in bounds and result.get("ssd_read_bytes"):
+            bounds = measured_again(bounds, run_worker("drive", arguments, options.storage))
         rows.append({"system": name, **result} if "failed" in result else summarise(name, result, options, bounds))
         print_table(rows[-1:], options, bounds)
     print_table(rows, options, bounds)

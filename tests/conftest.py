@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 import signal
 
 from hypothesis import settings
@@ -11,3 +12,6 @@ settings.load_profile("untimed")
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so their children; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What torch asks for where kernels on a GPU must give the same bits every time; read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,7 @@ def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[s
 SCRIPT_START = """
 import sys
 from pathlib import Path
+from typing import Any
 import torch
 import greedysnake as gs
 from reference import make_batches, make_parts
@@ -545,3 +547,41 @@ def test_horizontal_micro_batch_that_is_not_finite_is_seen_though_the_cpu_lags(t
             assert engine.step(batches).skipped
         released.set()
         assert all(bool(value.isfinite().all()) for _, value in engine.named_parameters())
+
+
+def test_without_checkpoints_only_what_lives_on_the_drive_has_room_there(tmp_path: Path) -> None:
+    """A run that fits no other way: the same training, less of the disk, and no promise that cannot be kept."""
+
+    def train(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], int]:
+        parts = make_parts(hidden=64, width=256)
+        placement = gs.Placement(weights_ram=1, optimizer_ram=0.5)
+        with gs.Engine(
+            parts.sequential(),
+            OPTIMIZER,
+            storage=[folder],
+            ram="64MiB",
+            placement=placement,
+            chunk_params=4096,
+            **options,
+        ) as engine:
+            for step in range(3):
+                engine.step(make_batches(2, step))
+            if not options.get("checkpoints", True):
+                with pytest.raises(gs.ConfigError, match="checkpoints=False, which keeps no room"):
+                    engine.save()
+            used = sum((folder / name).stat().st_blocks * 512 for name in os.listdir(folder))
+            return dict(engine.named_parameters()), used
+
+    usual, all_bytes = train(tmp_path / "usual", single_slot=True)
+    found, fewer_bytes = train(tmp_path / "found", checkpoints=False)
+    assert all(torch.equal(found[name], value) for name, value in usual.items())
+    assert fewer_bytes < 0.5 * all_bytes  # about half of 10 in 12 bytes
+    with pytest.raises(gs.ConfigError, match="a run without checkpoints cannot continue one"):
+        gs.Engine(
+            make_parts().sequential(),
+            OPTIMIZER,
+            storage=[tmp_path / "found"],
+            ram="64MiB",
+            resume=True,
+            checkpoints=False,
+        )

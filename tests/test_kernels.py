@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -533,12 +535,18 @@ def test_closed_pool_is_refused():
 
 def test_pool_pins_its_threads():
     cpus = sorted(os.sched_getaffinity(0))[:2]
-    before = set(os.listdir("/proc/self/task"))
-    pool = _native.ThreadPool(len(cpus), cpus)
-    pinned = [os.sched_getaffinity(int(task)) for task in set(os.listdir("/proc/self/task")) - before]
-    assert sorted(pinned, key=min) == [{cpu} for cpu in cpus]
-    pool.close()
-    assert set(os.listdir("/proc/self/task")) <= before
+    script = f"""
+import os
+from greedysnake import _native
+before = set(os.listdir("/proc/self/task"))
+pool = _native.ThreadPool({len(cpus)}, {cpus})
+mine = set(os.listdir("/proc/self/task")) - before
+print(sorted(sorted(os.sched_getaffinity(int(task))) for task in mine))
+pool.close()
+print(mine & set(os.listdir("/proc/self/task")))
+"""  # by itself: other tests leave threads that come and go
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str([[cpu] for cpu in cpus]), "set()"]
 
 
 def test_impossible_pool_is_refused():

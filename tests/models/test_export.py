@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,88 @@ def test_an_exported_family_has_the_same_loss_and_loads_again(family: str, tmp_p
     assert found.keys() == trained.keys()
     for name, value in trained.items():
         assert torch.equal(found[name], value), name
+
+
+def test_bfloat16_is_half_as_large_and_rounds_to_nearest(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = gs.load_model(make_config("llama"), seed=3)
+    with make_engine(model, tmp_path) as engine:
+        parameters = {model.name_in_model(name): value for name, value in engine.named_parameters()}
+        gs.export_model(engine, model, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == parameters.keys()
+    for name, value in parameters.items():
+        assert torch.equal(found[name], value.bfloat16()), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == ["LlamaForCausalLM"]
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+
+
+def test_names_and_index_are_those_that_transformers_writes(tmp_path: Path) -> None:
+    """Mixtral's experts are one tensor in memory and many on disk."""
+    model = gs.load_model(make_config("mixtral"), seed=3)
+    with make_engine(model, tmp_path) as engine:
+        gs.export_model(engine, model, tmp_path / "ours", dtype="float32", max_shard_bytes="30KB")
+    load_whole(tmp_path / "ours", "sdpa").save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    ours, theirs = (
+        json.loads((tmp_path / name / "model.safetensors.index.json").read_text()) for name in ("ours", "theirs")
+    )
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert any("block_sparse_moe.experts.0.w1" in name for name in ours["weight_map"])
+
+
+def test_files_of_the_tokenizer_and_of_generation_come_along(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    model = gs.load_model(make_config("llama"), seed=3)
+    with make_engine(model, tmp_path) as engine:
+        gs.export_model(engine, model, source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("template")
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    (source / "training notes.txt").write_text("mine")
+    again = gs.load_model(source)
+    with make_engine(again, tmp_path / "again") as engine:
+        gs.export_model(engine, again, tmp_path / "out")
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
+    assert not (tmp_path / "out" / "training notes.txt").exists()
+
+
+def test_a_folder_in_use_is_left_alone_and_a_failure_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = gs.load_model(make_config("llama"), seed=3)
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "file").write_text("mine")
+    out = tmp_path / "folder" / "out"
+    with make_engine(model, tmp_path) as engine:
+        with pytest.raises(gs.StorageError, match="exists and is not empty"):
+            gs.export_model(engine, model, used)
+        with pytest.raises(gs.ConfigError, match="dtype is 'float16'"):
+            gs.export_model(engine, model, out, dtype="float16")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="drive"):
+            patch.setattr("os.fsync", fail)
+            gs.export_model(engine, model, out)
+        assert list(out.parent.iterdir()) == []
+        out.mkdir()
+        assert gs.export_model(engine, model, out) == out
+    assert [path.name for path in used.iterdir()] == ["file"]
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert out.stat().st_mode & 0o777 == 0o755
+
+
+def fail(file: int) -> None:
+    raise OSError("the drive is gone")
+
+
+def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = gs.load_model(make_config("llama"))
+    with make_engine(model, tmp_path) as engine:
+        for num_layers in (2, 4):
+            other = gs.load_model(make_config("llama", num_hidden_layers=num_layers))
+            with pytest.raises(gs.ConfigError, match="do not belong together"):
+                gs.export_model(engine, other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -51,3 +51,22 @@ def test_without_gradients_none_are_computed() -> None:
     hidden, weight, labels = make(torch.float32)
     with torch.no_grad():
         assert not chunked_cross_entropy(hidden, weight, labels).requires_grad
+
+
+def test_bias_and_adjusted_logits_have_the_gradients_of_the_whole() -> None:
+    hidden, weight, labels = make(torch.float32)
+    bias = torch.linspace(-1, 1, weight.shape[0], requires_grad=True)
+
+    def cap(logits: torch.Tensor) -> torch.Tensor:
+        return 3 * torch.tanh(logits / 3)
+
+    inputs = [hidden, weight, bias]
+    ours = chunked_cross_entropy(hidden, weight, labels, bias=bias, adjust=cap, chunk_tokens=5)
+    logits = cap(torch.nn.functional.linear(hidden, weight, bias))
+    theirs = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    for found, wanted in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        again = chunked_cross_entropy(hidden, weight, labels, bias=bias, adjust=cap)
+    torch.testing.assert_close(again, ours, rtol=1e-6, atol=0)

@@ -144,16 +144,18 @@ def _write_weights(
     for name, value in buffers.items():
         held.setdefault(model.block_of(name), {})[name] = value
     first_name = _first_names(skeleton)
+    missing = set(first_name.values())
     for engine_name, value in engine.named_parameters():
+        if model.name_in_model(engine_name) not in first_name:
+            raise ConfigError(f"the engine has {engine_name}, the model has not: they do not belong together")
         name = first_name[model.name_in_model(engine_name)]
         block = model.block_of(name)
         held.setdefault(block, {})[name] = value
+        missing.discard(name)
         if held[block].keys() == wanted[block]:
             writer.write(to_disk(skeleton, held.pop(block)))
-    if held:
-        block, found = held.popitem()
-        missing = sorted(wanted[block] - found.keys())
-        raise ConfigError(f"the engine has no {missing[0]}: it was made of another model than the one given")
+    if missing:
+        raise ConfigError(f"the model has {min(missing)}, the engine has not: they do not belong together")
     writer.finish()
 
 

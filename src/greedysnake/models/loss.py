@@ -52,7 +52,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if needs_gradient else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_gradient else None
-        of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_gradient else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             logits = functional.linear(hidden[rows], weight, bias)

@@ -143,8 +143,9 @@ class StoreDirectory:
             except FileNotFoundError:
                 return num_bytes
 
-    def allocate(self, name: str, num_bytes: int) -> None:
-        """Give `name` exactly `num_bytes`, all backed by the drive: no later write can run out of space."""
+    def allocate(self, name: str, num_bytes: int, ranges: Sequence[range] | None = None) -> None:
+        """Give `name` exactly `num_bytes`. The drive has room for all of them, or for `ranges`: no later write to
+        those can run out of space."""
         path = self.path / name
         if num_bytes == 0 and not path.exists():
             return
@@ -153,8 +154,9 @@ class StoreDirectory:
             try:
                 had_bytes = os.fstat(fd).st_size
                 try:
-                    if num_bytes:
-                        os.posix_fallocate(fd, 0, num_bytes)
+                    for found in [range(num_bytes)] if ranges is None else ranges:
+                        if found:
+                            os.posix_fallocate(fd, found.start, len(found))
                 except OSError:
                     os.ftruncate(fd, had_bytes)
                     raise

@@ -115,6 +115,7 @@ class Engine:
         resume: bool = False,
         overwrite: bool = False,
         single_slot: bool = False,
+        checkpoints: bool = True,
         verify_reads: bool = True,
         io: IoOptions | None = None,
         num_threads: int | None = None,
@@ -124,11 +125,17 @@ class Engine:
         trace: bool = False,
     ) -> None:
         """`storage` are directories, one per drive; none is needed when everything lives in RAM. `ram` is a hard
-        budget for all host buffers. `num_threads` threads update chunks on the CPU, pinned to `cpus` if given.
+        budget for all host buffers. `single_slot` halves the disk space: a crash then loses the last checkpoint too.
+        Without `checkpoints` only what lives on SSD has room there, and `save` is refused. `num_threads` threads
+        update chunks on the CPU, pinned to `cpus` if given.
         `decays(name, parameter)` says which parameters weight decay applies to."""
         _check(dtype, schedule, alpha, max_grad_norm, chunk_params)
         if isinstance(storage, (str, PathLike)):
             raise ConfigError(f"storage is {str(storage)!r}: give a list of directories, one per drive")
+        if resume and not storage:
+            raise ConfigError("resume=True needs the storage directories of the checkpoint: give storage=[...]")
+        if resume and not checkpoints:
+            raise ConfigError("resume=True with checkpoints=False: a run without checkpoints cannot continue one")
         self.device = _checked_device(device)
         self.trace = trace
         self.records: list[Record] = []
@@ -136,6 +143,7 @@ class Engine:
         self._model = model
         self._optimizer = optimizer
         self._schedule = schedule
+        self._checkpoints = checkpoints
         self._dtype = DTYPES[dtype]
         self._step = 0
         self._num_skipped = 0
@@ -164,17 +172,15 @@ class Engine:
                 self._store = undo.enter_context(
                     Store(
                         [str(directory) for directory in storage],
-                        extent_specs(self._plan.blocks, self._plan.precision),
+                        extent_specs(self._plan, checkpoints=checkpoints),
                         io=self._io,
-                        single_slot=single_slot,
+                        single_slot=single_slot or not checkpoints,
                         fingerprint=fingerprint(self._blocks, self._plan.precision),
                         resume=resume,
                         overwrite=overwrite,
                         verify_reads=verify_reads,
                     )
                 )
-            elif resume:
-                raise ConfigError("resume=True needs the storage directories of the checkpoint: give storage=[...]")
             self._pool = _native.ThreadPool(num_threads or _default_threads(self.device), cpus)
             undo.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
@@ -278,6 +284,8 @@ class Engine:
         JSON values, is published with it: both or neither."""
         if self._store is None:
             raise ConfigError("there is no storage directory to save to: give storage=[...] when making the engine")
+        if not self._checkpoints:
+            raise ConfigError("the engine was made with checkpoints=False, which keeps no room for one: leave it out")
         self.flush()
         own = {
             "num_updates": self._actions.num_updates,

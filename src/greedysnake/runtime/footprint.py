@@ -67,7 +67,7 @@ def foresee(
     disk: tuple[int, ...] = ()
     if has_ssd:
         layout = Layout.build(
-            extent_specs(plan.blocks, plan.precision),
+            extent_specs(plan, checkpoints=True),
             scratch,
             num_members=num_directories,
             num_slots=1 if single_slot else 2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from greedysnake.errors import ConfigError
 
@@ -21,6 +21,8 @@ class ExtentSpec:
 
     parts: tuple[int, ...]
     """Bytes of each part, multiples of 4096."""
+    absent: frozenset[int] = frozenset()
+    """Parts that are never written: the drive need not have room for them."""
 
     def __post_init__(self) -> None:
         if not self.parts:
@@ -59,6 +61,8 @@ class Layout:
     """Per directory: bytes of one slot of all its extents."""
     scratch_bytes: tuple[int, ...]
     """Per directory."""
+    backed: tuple[tuple[range, ...], ...]
+    """Per directory: the ranges of a slot that the drive has room for, which are all unless parts are absent."""
 
     @staticmethod
     def build(extents: Sequence[ExtentSpec], scratch: Sequence[int], *, num_members: int, num_slots: int) -> Layout:
@@ -67,20 +71,45 @@ class Layout:
                 raise ConfigError(f"a scratch range of {num_bytes} bytes: ask for at least one")
         places, slot_bytes = _stripe([spec.num_bytes for spec in extents], num_members)
         scratch_places, scratch_bytes = _stripe([_align(num_bytes) for num_bytes in scratch], num_members)
-        return Layout(num_slots, places, scratch_places, slot_bytes, scratch_bytes)
+        backed = tuple(
+            tuple(
+                _backed([(spec, place) for spec, place in zip(extents, places, strict=True) if place.member == member])
+            )
+            for member in range(num_members)
+        )
+        return Layout(num_slots, places, scratch_places, slot_bytes, scratch_bytes, backed)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the data files in all directories together."""
-        return self.num_slots * sum(self.slot_bytes) + sum(self.scratch_bytes)
+        """What the data files in all directories take together."""
+        ranges = [found for member in range(len(self.backed)) for found in self.backed_ranges(member)]
+        return sum(map(len, ranges)) + sum(self.scratch_bytes)
 
     def extents_bytes(self, member: int) -> int:
-        """Bytes of all slots of the extents of one directory."""
+        """Bytes of all slots of the extents of one directory, those without room included."""
         return self.num_slots * self.slot_bytes[member]
+
+    def backed_ranges(self, member: int) -> list[range]:
+        """What the drive has room for in the extents file of one directory."""
+        shifts = [slot * self.slot_bytes[member] for slot in range(self.num_slots)]
+        return [range(found.start + by, found.stop + by) for by in shifts for found in self.backed[member]]
 
 
 def run_lengths(extents: Sequence[ExtentSpec]) -> RunLengths:
     return [(len(list(group)), parts) for parts, group in groupby(spec.parts for spec in extents)]
+
+
+def _backed(extents: Sequence[tuple[ExtentSpec, Place]]) -> list[range]:
+    found: list[range] = []
+    for spec, place in extents:
+        for part, (start, stop) in enumerate(pairwise(spec.offsets)):
+            if part in spec.absent:
+                continue
+            if found and found[-1].stop == place.offset + start:
+                found[-1] = range(found[-1].start, place.offset + stop)
+            else:
+                found.append(range(place.offset + start, place.offset + stop))
+    return found
 
 
 def _stripe(sizes: Sequence[int], num_members: int) -> tuple[tuple[Place, ...], tuple[int, ...]]:

@@ -83,13 +83,10 @@ def allocate_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> N
         directory.allocate(SCRATCH, size)
 
 
-def _file_sizes(layout: Layout, member: int) -> dict[str, int]:
-    return {EXTENTS: layout.extents_bytes(member), SCRATCH: layout.scratch_bytes[member]}
-
-
 def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_bytes: int = 0) -> None:
     missing = [
-        sum(directory.missing_bytes(name, size) for name, size in _file_sizes(layout, member).items())
+        directory.missing_bytes(EXTENTS, sum(map(len, layout.backed_ranges(member))))
+        + directory.missing_bytes(SCRATCH, layout.scratch_bytes[member])
         for member, directory in enumerate(directories)
     ]
     missing[0] += more_bytes
@@ -99,8 +96,8 @@ def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_b
 
 def _allocate(directories: Sequence[StoreDirectory], layout: Layout) -> None:
     for member, directory in enumerate(directories):
-        for name, size in _file_sizes(layout, member).items():
-            directory.allocate(name, size)
+        directory.allocate(EXTENTS, layout.extents_bytes(member), layout.backed_ranges(member))
+        directory.allocate(SCRATCH, layout.scratch_bytes[member])
 
 
 def _checkpoint(directories: Sequence[StoreDirectory]) -> Manifest:

@@ -21,14 +21,16 @@ WEIGHT, STATE = 0, 1
 """Parts of an extent."""
 
 
-def extent_specs(blocks: Sequence[BlockShape], precision: Precision) -> list[ExtentSpec]:
-    """One extent per chunk: its weight, then everything else of it that is stored."""
+def extent_specs(plan: Plan, *, checkpoints: bool) -> list[ExtentSpec]:
+    """One extent per chunk: its weight, then everything else of it that is stored. Without checkpoints, what lives in
+    RAM is never written."""
     specs = []
-    for block in blocks:
-        for chunk in block.chunks:
-            per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
-            parts = [chunk.num_params * precision.weight_bytes, chunk.num_params * per_param]
-            specs.append(ExtentSpec(tuple(part for part in parts if part)))
+    for block, homes in zip(plan.blocks, plan.homes, strict=True):
+        for chunk, home in zip(block.chunks, homes, strict=True):
+            per_param = plan.precision.state_bytes if chunk.trainable else plan.precision.residual_bytes
+            parts = [chunk.num_params * plan.precision.weight_bytes, chunk.num_params * per_param]
+            in_ram = [part for part, where in ((WEIGHT, home.weight), (STATE, home.state)) if where is Home.RAM]
+            specs.append(ExtentSpec(tuple(part for part in parts if part), frozenset(() if checkpoints else in_ram)))
     return specs
 
 
