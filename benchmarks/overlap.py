@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps that are measured in each run")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--params", type=int, default=65_536, help="parameters of a layer")
-    parser.add_argument("--chunks", type=int, default=4, help="chunks of a layer")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks of a layer")
     parser.add_argument("--rate", type=float, default=22e6, help="bytes per second of the drive")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the drive is")
     parser.add_argument("--json", action="store_true")

@@ -9,6 +9,7 @@ TFLOP/s counts 6 N + attention per token and gives no credit for recompute.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -207,6 +208,9 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
             if step == options.steps - 1:
                 engine.records.clear()
             results.append(engine.step(batches))
+            if step == 0:  # a full collection of what torch has loaded takes long; none of it will go
+                gc.collect()
+                gc.freeze()
             times.append(time.perf_counter())
         arena_peak = engine.arena.peak_bytes
     last = results[-1]
@@ -309,7 +313,7 @@ def run_deepspeed(options: argparse.Namespace, *, nvme: bool) -> dict[str, Any]:
             engine.step()
         torch.cuda.synchronize()
         spans.append(time.perf_counter() - start_s)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     after = kernel_io()
     return {
         "steps_s": spans,
@@ -372,9 +376,10 @@ def run_bounds(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def mixed_bandwidth(options: argparse.Namespace, seconds: float = 6.0) -> float:
+def mixed_bandwidth(options: argparse.Namespace, *, again: bool = False, seconds: float = 6.0) -> float:
     """Bytes/s of reads and writes together, 14 : 12 as in a step, one chunk per request, on all directories. The
-    memory is of the kind that the engine uses."""
+    memory is of the kind that the engine uses. `again` uses the files that the engine has left, from end to end: a
+    drive may be faster in a small file."""
     from greedysnake.runtime.arena import Arena
     from greedysnake.runtime.io import IoEngine
 
@@ -382,13 +387,16 @@ def mixed_bandwidth(options: argparse.Namespace, seconds: float = 6.0) -> float:
     num_chunks, num_buffers, depth = 24, 8, 6
     for directory in options.storage:
         Path(directory).mkdir(parents=True, exist_ok=True)
-    paths = [Path(directory) / f"bounds-{os.getpid()}" for directory in options.storage]
+    name = "greedysnake.extents" if again else f"bounds-{os.getpid()}"
+    paths = [Path(directory) / name for directory in options.storage]
+    if again:
+        num_chunks = min(path.stat().st_size for path in paths) // chunk_bytes
     with IoEngine(**vars(io_options(options))) as io, Arena(num_buffers * chunk_bytes) as arena:
         buffers = [arena.allocate(chunk_bytes, "bounds").random_(0, 255) for _ in range(num_buffers)]
         addresses = [buffer.data_ptr() for buffer in buffers]
-        files = [io.open(path, create=True) for path in paths]
+        files = [io.open(path, create=not again) for path in paths]
         try:
-            for file in files:
+            for file in [] if again else files:
                 os.posix_fallocate(file.fd, 0, chunk_bytes * num_chunks)
                 for index in range(num_chunks):
                     io.wait(io.submit("write", file, index * chunk_bytes, addresses[index % num_buffers], chunk_bytes))
@@ -398,7 +406,7 @@ def mixed_bandwidth(options: argparse.Namespace, seconds: float = 6.0) -> float:
             while time.perf_counter() - start_s < seconds:
                 is_write = num_writes * 26 < number * 12
                 num_writes += is_write
-                where = (number * 7 % num_chunks) * chunk_bytes
+                where = (number * 7 % num_chunks) * chunk_bytes  # a prime: all of the file, not in its order
                 kind: Any = "write" if is_write else "read"
                 file = files[number % len(files)]
                 tickets.append(io.submit(kind, file, where, addresses[number % num_buffers], chunk_bytes))
@@ -411,7 +419,8 @@ def mixed_bandwidth(options: argparse.Namespace, seconds: float = 6.0) -> float:
         finally:
             for file, path in zip(files, paths, strict=True):
                 file.close()
-                path.unlink(missing_ok=True)
+                if not again:
+                    path.unlink(missing_ok=True)
 
 
 def device_bounds(options: argparse.Namespace) -> dict[str, float]:
@@ -511,7 +520,7 @@ def work(options: argparse.Namespace) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, parse_size(options.vram_cap) / total))
     runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "bounds": run_bounds,
-        "drive": lambda o: {"ssd_bytes_per_s": mixed_bandwidth(o)},
+        "drive": lambda o: {"ssd_bytes_per_s": mixed_bandwidth(o, again=True)},
         "greedysnake": run_greedysnake,
         "pytorch": run_pytorch,
         "pytorch-no-recompute": lambda o: run_pytorch(o, recompute=False),
@@ -530,15 +539,12 @@ def work(options: argparse.Namespace) -> None:
     print("RESULT " + json.dumps(result), flush=True)
 
 
-def run_worker(name: str, arguments: list[str], storage: list[str]) -> dict[str, Any]:
-    """Runs a system in a process of its own, with an empty folder on each drive that is removed afterwards."""
-    folders = [str(Path(directory) / f"{name}-{os.getpid()}") for directory in storage]
+def run_worker(name: str, arguments: list[str], folders: list[str]) -> dict[str, Any]:
+    """Runs a system in a process of its own."""
     command = [sys.executable, __file__, *arguments, "--worker", name]
     if folders:
         command += ["--storage", *folders]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line[len("RESULT ") :])  # type: ignore[no-any-return]
@@ -608,11 +614,22 @@ def print_table(rows: list[dict[str, Any]], options: argparse.Namespace, bounds:
         print(f"    {json.dumps(details, default=str)}")
 
 
-def measured_again(bounds: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """A drive's speed drifts: the bound of a run is the mean of what the drive did just before and just after it."""
-    before, then = bounds.get("ssd_after_bytes_per_s", bounds["ssd_bytes_per_s"]), after["ssd_bytes_per_s"]
-    mean = (before + then) / 2
-    return {**bounds, "ssd_bytes_per_s": mean, "ssd_before_bytes_per_s": before, "ssd_after_bytes_per_s": then}
+def run_system(
+    name: str, arguments: list[str], options: argparse.Namespace, bounds: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A system in a process of its own, with an empty folder on each drive that is removed afterwards. Returns what it
+    measured, and the bounds, with what the drives did right after it in its own files: their speed drifts."""
+    folders = [str(Path(directory) / f"{name}-{os.getpid()}") for directory in options.storage]
+    try:
+        result = run_worker(name, arguments, folders)
+        if name == "greedysnake" and result.get("ssd_read_bytes") and "ssd_bytes_per_s" in bounds:
+            after = run_worker("drive", arguments, folders)["ssd_bytes_per_s"]
+            before = bounds.get("ssd_before_bytes_per_s", bounds["ssd_bytes_per_s"])
+            bounds = {**bounds, "ssd_bytes_per_s": after, "ssd_before_bytes_per_s": before}
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+    return result, bounds
 
 
 def main() -> None:
@@ -624,9 +641,7 @@ def main() -> None:
     bounds = {} if options.no_bounds else run_worker("bounds", arguments, options.storage)
     rows = []
     for name in options.systems:
-        result = run_worker(name, arguments, options.storage)
-        if "ssd_bytes_per_s" in bounds and result.get("ssd_read_bytes"):
-            bounds = measured_again(bounds, run_worker("drive", arguments, options.storage))
+        result, bounds = run_system(name, arguments, options, bounds)
         rows.append({"system": name, **result} if "failed" in result else summarise(name, result, options, bounds))
         print_table(rows[-1:], options, bounds)
     print_table(rows, options, bounds)

@@ -6,6 +6,7 @@ from collections import deque
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from greedysnake.errors import PlanError
 from greedysnake.placement import ChunkHome, Home, Placement, Slots, activation_homes, last_layers, num_compute_blocks
@@ -126,7 +127,7 @@ class Plan:
     users_of_shared: frozenset[int] = frozenset()
     """Blocks that use the shared parameters."""
 
-    @property
+    @cached_property
     def num_compute(self) -> int:
         return num_compute_blocks(self.blocks)
 
@@ -134,11 +135,11 @@ class Plan:
     def shared(self) -> int | None:
         return self.num_compute if self.num_compute < len(self.blocks) else None
 
-    @property
+    @cached_property
     def trains_shared(self) -> bool:
         return self.shared is not None and self.blocks[self.shared].num_trainable > 0
 
-    @property
+    @cached_property
     def lowest(self) -> int:
         """The first block that has a gradient to compute; the backward ends there."""
         candidates = [index for index in range(self.num_compute) if self.blocks[index].num_trainable]

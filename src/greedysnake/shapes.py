@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 GRANULE = 2048
 """Chunks are multiples of this many parameters, so that every part of one is a multiple of 4096 bytes."""
@@ -54,11 +55,11 @@ class BlockShape:
     """Blocks of one pool take turns in the same device slots: "layers", "ends", "shared"
     (never leaves), or "kept" (stays from forward to backward)."""
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         return sum(chunk.num_params for chunk in self.chunks)
 
-    @property
+    @cached_property
     def num_trainable(self) -> int:
         """Length of the trainable part, which comes first in the flat vector."""
         return sum(chunk.num_params for chunk in self.chunks if chunk.trainable)
