@@ -117,7 +117,7 @@ class ModelState:
             target = master[chunk.start : chunk.start + chunk.num_params]
             self._join(slot, chunk, target)
         for place in block.places:
-            yield place.name, master[place.offset : place.end].view(place.shape).clone()
+            yield place.name, master[place.offset : place.end].view(place.shape)
 
     def moments_of(self, number: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, exp_avg, exp_avg_sq) of the trained parameters of one block, likewise."""
