@@ -254,6 +254,26 @@ def test_reports_go_where_they_are_asked_to(tmp_path: Path, monkeypatch: pytest.
     assert calls[2][1] == [2, sorted(key for key in KEYS if key not in ("step", "bound"))]
 
 
+def test_a_tracker_that_fails_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio.py").write_text(
+        "def init(**options): pass\ndef log(metrics, step): raise OSError('no route to host')\ndef finish(): 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.warns(
+        RuntimeWarning, match=r"trackio failed at step 1 \(OSError: no route to host\): training goes on"
+    ):
+        train(values_in(tmp_path, max_steps=2, report_to=["trackio"]))
+    assert len(metrics_of(tmp_path / "run")) == 2
+
+
+def test_a_tracker_that_does_not_start_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trackio.py").write_text("def init(**options): raise ValueError('no key.\\nSee the docs')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    with pytest.raises(gs.ConfigError, match=r"report_to: trackio did not start \(ValueError: no key\): set it up, or"):
+        train(values_in(tmp_path, report_to=["trackio"]))
+
+
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(gs.ConfigError, match=r"training\.report_to names mlflow, which is not installed: pip install"):
         train(values_in(tmp_path, report_to=["mlflow"]))

@@ -5,6 +5,8 @@ Nothing is sent anywhere that `report_to` does not name.
 
 from __future__ import annotations
 
+import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -40,7 +42,17 @@ def open_trackers(
     """Without a list, TensorBoard when it is installed. A resumed run hides what was logged after `first_step`."""
     names = report_to if report_to is not None else ["tensorboard"] if find_spec("tensorboard") else []
     require_trackers(names)
-    return [_OPEN[name](directory, run_name, settings, first_step) for name in names]
+    trackers: list[Tracker] = []
+    for name in names:
+        try:
+            trackers.append(Careful(name, _OPEN[name](directory, run_name, settings, first_step)))
+        except Exception as error:  # whatever a package of others raises
+            for tracker in trackers:
+                tracker.close()
+            raise ConfigError(
+                f"training.report_to: {name} did not start ({_sentence(error)}): set it up, or take it from the list"
+            ) from error
+    return trackers
 
 
 def numbers_of(record: Mapping[str, object]) -> dict[str, float]:
@@ -50,6 +62,34 @@ def numbers_of(record: Mapping[str, object]) -> dict[str, float]:
         for name, value in record.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
     }
+
+
+class Careful:
+    """A tracker that may fail, as servers do, without ending a training: it is left out from then on."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker: Tracker | None = tracker
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._try(lambda tracker: tracker.log(step, metrics), f"at step {step}")
+
+    def close(self) -> None:
+        self._try(lambda tracker: tracker.close(), "at the end")
+
+    def _try(self, call: Callable[[Tracker], None], when: str) -> None:
+        if self._tracker is None:
+            return
+        try:
+            call(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            warnings.warn(
+                f"{self._name} failed {when} ({_sentence(error)}): training goes on without it, and metrics.jsonl has "
+                "everything",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 class TensorBoard:
@@ -82,11 +122,15 @@ class WandbLike:
 
 
 class Mlflow:
-    """A run of the tracking server that MLflow is set up for."""
+    """A run of the tracking server that MLflow is set up for; its id is kept, so that a resumed run continues it."""
 
     def __init__(self, directory: Path, run_name: str, settings: Settings, first_step: int) -> None:
         self._module: Any = import_module("mlflow")
-        self._module.start_run(run_name=run_name)
+        kept = directory / "mlflow-run-id"
+        if first_step and kept.exists():
+            self._module.start_run(run_id=kept.read_text())
+            return
+        kept.write_text(self._module.start_run(run_name=run_name).info.run_id)
         self._module.log_params({name: str(value)[:500] for name, value in settings.items()})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,11 +141,18 @@ class Mlflow:
 
 
 def _wandb(directory: Path, run_name: str, settings: Settings, first_step: int) -> Tracker:
-    return WandbLike("wandb", run_name, settings, dir=str(directory), id=run_name.replace("/", "-"), resume="allow")
+    # The id is that of the folder: a resumed run continues, and another one of the same name is another.
+    name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
+    return WandbLike("wandb", run_name, settings, dir=str(directory), id=name, resume="allow")
 
 
 def _trackio(directory: Path, run_name: str, settings: Settings, first_step: int) -> Tracker:
     return WandbLike("trackio", run_name, settings, resume="allow")
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.:')}" if lines else type(error).__name__
 
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
