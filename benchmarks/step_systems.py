@@ -1,0 +1,317 @@
+"""The systems that benchmarks/step.py compares: each trains the same Llama on the same tokens, in its own way."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+# The model, for everyone
+
+
+def llama_config(options: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig
+
+    make: Any = LlamaConfig
+    return make(
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=options.mlp,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=options.sequence,
+        use_cache=False,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+
+
+def count_params(options: argparse.Namespace) -> int:
+    head_size = options.hidden // options.heads
+    attention = options.hidden * head_size * (2 * options.heads + 2 * options.kv_heads)
+    layer = attention + 3 * options.hidden * options.mlp + 2 * options.hidden
+    return int(options.layers * layer + 2 * options.vocab * options.hidden + options.hidden)
+
+
+def flops_per_token(options: argparse.Namespace) -> float:
+    return 6.0 * count_params(options) + 12.0 * float(options.layers * options.hidden * options.sequence)
+
+
+def tokens_per_step(options: argparse.Namespace) -> int:
+    return int(options.micro_batches * options.micro_batch * options.sequence)
+
+
+# GreedySnake
+
+
+def greedysnake_model(options: argparse.Namespace) -> Any:
+    import torch
+    from torch import nn
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+    import greedysnake as gs
+    from greedysnake.models.loss import chunked_cross_entropy
+
+    config = llama_config(options)
+    device = torch.device(options.device)
+    with device:
+        rotary = LlamaRotaryEmbedding(config)
+        positions = torch.arange(options.sequence)[None]
+        cos, sin = rotary(torch.zeros(1, dtype=torch.bfloat16), positions)
+
+    class Embed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(options.vocab, options.hidden)
+            nn.init.normal_(self.tokens.weight, std=0.02)
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.tokens(batch["input_ids"])  # type: ignore[no-any-return]
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = LlamaDecoderLayer(config, 0)
+            for parameter in self.layer.parameters():
+                if parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=0.02)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            output = self.layer(hidden, attention_mask=None, position_embeddings=(cos, sin), use_cache=False)
+            return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = LlamaRMSNorm(options.hidden)
+            self.weight = nn.Parameter(torch.empty(options.vocab, options.hidden))
+            nn.init.normal_(self.weight, std=0.02)
+
+        def forward(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            normed = self.norm(hidden)[:, :-1].reshape(-1, options.hidden)
+            return chunked_cross_entropy(normed, self.weight, batch["input_ids"][:, 1:].reshape(-1))
+
+    def made_on_device(kind: type[nn.Module]) -> Any:
+        def make() -> nn.Module:
+            if torch.get_default_device().type == "meta":  # asked for the shapes only
+                return kind()
+            with device:
+                return kind()
+
+        return make
+
+    torch.manual_seed(0)
+    return gs.Sequential(
+        made_on_device(Embed),
+        [made_on_device(Layer)] * options.layers,
+        made_on_device(Head),
+        num_targets=lambda batch: batch["input_ids"].shape[0] * (options.sequence - 1),
+    )
+
+
+def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    import greedysnake as gs
+    from greedysnake.trace import totals, write_perfetto
+
+    placement = gs.Placement(**{name: float(share) for name, share in pairs(options.placement)})
+    slots = gs.Slots(**{name: int(count) for name, count in pairs(options.slots)})
+    start_s = time.perf_counter()
+    engine = gs.Engine(
+        greedysnake_model(options),
+        gs.AdamW(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1),
+        storage=options.storage,
+        ram=options.ram,
+        device=options.device,
+        alpha=options.alpha,
+        max_grad_norm=options.clip,
+        schedule=options.schedule,
+        placement=placement,
+        slots=slots,
+        chunk_params=options.chunk_params,
+        single_slot=options.single_slot,
+        checkpoints=not options.no_checkpoints,
+        num_threads=options.threads,
+        io=io_options(options),
+        overwrite=True,
+        compile=not options.no_compile and options.device == "cuda",
+        trace=bool(options.trace),
+    )
+    build_s = time.perf_counter() - start_s
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.micro_batch, options.sequence)
+    batches = [
+        {"input_ids": torch.randint(0, options.vocab, shape, generator=generator)} for _ in range(options.micro_batches)
+    ]
+    results = []
+    times = [time.perf_counter()]
+    with engine:
+        for step in range(options.steps):
+            if step == options.steps - 1:
+                engine.records.clear()
+            results.append(engine.step(batches))
+            if step == 0:  # a full collection of what torch has loaded takes long; none of it will go
+                gc.collect()
+                gc.freeze()
+            times.append(time.perf_counter())
+        arena_peak = engine.arena.peak_bytes
+    last = results[-1]
+    if options.trace:
+        write_perfetto(engine.records, options.trace)
+    spans = [later - earlier for earlier, later in pairwise(times)]
+    return {
+        "build_s": build_s,
+        "steps_s": spans,
+        "losses": [result.loss for result in results],
+        "ssd_read_bytes": last.ssd_read_bytes,
+        "ssd_write_bytes": last.ssd_write_bytes,
+        "h2d_bytes": last.h2d_bytes,
+        "d2h_bytes": last.d2h_bytes,
+        "bound": last.bound,
+        "bound_fraction": last.bound_fraction,
+        "arena_peak_bytes": arena_peak,
+        "grad_norm": last.grad_norm,
+        "busy_s": dict(totals(engine.records).busy_s) if options.trace else None,
+    }
+
+
+def io_options(options: argparse.Namespace) -> Any:
+    import greedysnake as gs
+
+    values: dict[str, Any] = {name: value if name == "backend" else int(value) for name, value in pairs(options.io)}
+    return gs.IoOptions(**values)
+
+
+def pairs(texts: list[str]) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in (text.split("=", 1) for text in texts)]
+
+
+# Peers
+
+
+def run_pytorch(options: argparse.Namespace, *, compiled: bool = True, recompute: bool = True) -> dict[str, Any]:
+    """Everything in GPU memory: bf16 weights and moments, fused AdamW."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    make: Any = LlamaForCausalLM
+    with torch.device(options.device):
+        model = make(llama_config(options)).to(torch.bfloat16)
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    shape = (options.micro_batch, options.sequence)
+    batches = [torch.randint(0, options.vocab, shape, device=options.device) for _ in range(options.micro_batches)]
+    spans, losses = [], []
+    for _ in range(options.steps):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        total = torch.zeros((), device=options.device)
+        for ids in batches:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)
+            loss.backward()
+            total += loss.detach()
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start_s)
+        losses.append(float(total))
+    return {"steps_s": spans, "losses": losses}
+
+
+def run_deepspeed(options: argparse.Namespace, *, nvme: bool) -> dict[str, Any]:
+    """DeepSpeed ZeRO-3 with parameters and optimizer offloaded to NVMe (ZeRO-Infinity) or to RAM."""
+    import deepspeed
+    import torch
+    from transformers import LlamaForCausalLM
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    swap = Path(options.storage[0]) / "zero" if nvme else None
+    config = deepspeed_config(options, swap)
+    deepspeed.init_distributed()
+    with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        make: Any = LlamaForCausalLM
+        model = make(llama_config(options))
+    model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    ids = torch.randint(0, options.vocab, (options.micro_batch, options.sequence), device=options.device)
+    spans, losses = [], []
+    before = kernel_io()
+    for _ in range(options.steps):
+        torch.cuda.synchronize()
+        before = kernel_io()
+        start_s = time.perf_counter()
+        for index in range(options.micro_batches):
+            engine.set_gradient_accumulation_boundary(index == options.micro_batches - 1)
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)  # which divides by the number of micro-batches
+            engine.step()
+        torch.cuda.synchronize()
+        spans.append(time.perf_counter() - start_s)
+        losses.append(float(loss.detach()))
+    after = kernel_io()
+    return {
+        "steps_s": spans,
+        "losses": losses,
+        "ssd_read_bytes": after[0] - before[0],
+        "ssd_write_bytes": after[1] - before[1],
+    }
+
+
+def deepspeed_config(options: argparse.Namespace, swap: Path | None) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    optimizer: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+    if swap:
+        swap.mkdir(parents=True)
+        place = {"device": "nvme", "nvme_path": str(swap), "pin_memory": True}
+        parameters = {**place, "buffer_count": 5, "buffer_size": 300_000_000}
+        optimizer = {**place, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True, "fast_init": False}
+    return {
+        "train_micro_batch_size_per_gpu": options.micro_batch,
+        "gradient_accumulation_steps": options.micro_batches,
+        "bf16": {"enabled": True},
+        "gradient_clipping": options.clip or 0.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 100_000_000,
+            "stage3_prefetch_bucket_size": 200_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+            "stage3_max_live_parameters": 500_000_000,
+            "stage3_max_reuse_distance": 0,
+            "reduce_bucket_size": 200_000_000,
+            "offload_param": parameters,
+            "offload_optimizer": optimizer,
+        },
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 16,
+            "thread_count": 4,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+    }
+
+
+def kernel_io() -> tuple[int, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counts = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return counts["read_bytes"], counts["write_bytes"]
