@@ -1,4 +1,4 @@
-"""What a machine can do: drives under the mix of a step, PCIe both ways, one layer's compute. For benchmarks/step.py."""
+"""What a machine can do: drives under the mix of a step, PCIe both ways, a layer's compute. For benchmarks/step.py."""
 
 from __future__ import annotations
 

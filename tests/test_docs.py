@@ -103,12 +103,21 @@ def anchors_of(path: Path) -> set[str]:
 def test_the_quickstart_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
     (block,) = python_blocks(ROOT / "README.md")
     assert block == (ROOT / "examples" / "quickstart.py").read_text()
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # more of them fight for busy cores with tensors this small
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=one_thread, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    losses = losses_of(block, tmp_path)
+    assert len(losses) == 30 and losses[-1] < 0.1 * losses[0]
+
+
+def test_the_example_with_modules_runs_and_learns(tmp_path: Path) -> None:
+    losses = losses_of((ROOT / "examples" / "modules.py").read_text(), tmp_path)
     assert len(losses) == 20 and losses[-1] < 0.5 * losses[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+def losses_of(script: str, folder: Path) -> list[float]:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # more of them fight for busy cores with tensors this small
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=one_thread, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["runs"]
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 
 
 def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
