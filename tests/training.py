@@ -47,7 +47,14 @@ def values_in(directory: Path, **training: Any) -> dict[str, Any]:
             "seed": 1,
             **training,
         },
-        "engine": {"ram": "64MiB", "dtype": "float32", "device": "cpu", "chunk_params": 4096, "compute_threads": 1},
+        "engine": {
+            "ram": "64MiB",
+            "dtype": "float32",
+            "device": "cpu",
+            "chunk_params": 4096,
+            "compute_threads": 1,
+            "fill_ram": False,
+        },
     }
 
 

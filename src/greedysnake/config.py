@@ -210,10 +210,13 @@ class EngineOptions:
     """Threads of torch; matters when the device is the CPU. null leaves it to torch."""
     compile: bool = False
     """Compile layers with torch.compile: slower to start, faster on GPUs."""
+    fill_ram: bool = True
+    """Keep in RAM what fits into the budget: weights first, then activations, gradients, optimizer state. Shares that
+    placement sets to other values than the defaults stay as they are."""
     placement: Placement = field(default_factory=Placement)
     """What stays on the device or in RAM; the rest is on SSD."""
     slots: Slots = field(default_factory=Slots)
-    """How many buffers of each kind take turns."""
+    """How many buffers of each kind take turns; with fill_ram, at least so many."""
 
     def __post_init__(self) -> None:
         _require_fraction("alpha", self.alpha)

@@ -22,6 +22,7 @@ from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, Storage
 from greedysnake.learning_rate import LearningRate
 from greedysnake.models.huggingface import CausalLM, load_model
 from greedysnake.models.sequential import Model
+from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.footprint import Footprint, foresee, require_disk
@@ -79,8 +80,10 @@ def prepare(config: Config) -> Prepared:
     return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, resume=resume)
 
 
-def open_engine(config: Config, model: Model, *, device: str, ram: int, resume: bool) -> Engine:
-    """The engine that trains, or that holds what was trained."""
+def open_engine(
+    config: Config, model: Model, *, device: str, ram: int, resume: bool, plan: Plan | None = None
+) -> Engine:
+    """The engine that trains as `plan` says, or that holds what was trained."""
     options, training = config.engine, config.training
     return Engine(
         model,
@@ -92,8 +95,8 @@ def open_engine(config: Config, model: Model, *, device: str, ram: int, resume: 
         schedule=options.schedule,
         alpha=options.alpha,
         max_grad_norm=training.clip_norm,
-        placement=options.placement,
-        slots=options.slots,
+        placement=plan.placement if plan else options.placement,
+        slots=plan.slots if plan else options.slots,
         chunk_params=options.chunk_params,
         seed=training.seed,
         resume=resume,
@@ -223,6 +226,7 @@ def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> F
             * training.sequence_length
             * int(hidden)
             * element_bytes,
+            fill=options.fill_ram,
         )
     except PlanError as error:
         raise PlanError(f"engine.ram: {error}") from error

@@ -51,7 +51,14 @@ class Trainer:
         with ExitStack() as resources:
             resources.enter_context(_threads(config.engine.compute_threads))
             engine = resources.enter_context(
-                open_engine(config, prepared.model, device=prepared.device, ram=prepared.ram, resume=prepared.resume)
+                open_engine(
+                    config,
+                    prepared.model,
+                    device=prepared.device,
+                    ram=prepared.ram,
+                    resume=prepared.resume,
+                    plan=prepared.footprint.plan,
+                )
             )
             first = engine.num_steps
             _require_same_data(engine, prepared)

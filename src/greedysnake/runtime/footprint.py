@@ -13,6 +13,7 @@ from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
 from greedysnake.runtime.directory import EXTENTS, SCRATCH, explained
+from greedysnake.runtime.filling import fill_ram
 from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram, slot_bytes
 from greedysnake.runtime.flat import decays_by_default, survey
 from greedysnake.runtime.layout import Layout
@@ -51,11 +52,25 @@ def foresee(
     vertical: bool,
     num_micro_batches: int,
     activation_bytes: int,
+    fill: bool = False,
 ) -> Footprint:
-    """PlanError, with the numbers, when the RAM budget is too small."""
+    """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there."""
     blocks = survey(model, max(GRANULE, chunk_params // GRANULE * GRANULE), decays_by_default, needs_values=False)
     has_ssd = num_directories > 0
-    plan = make_plan(blocks, PRECISIONS[dtype], placement, slots, alpha=alpha, clipping=clipping, has_ssd=has_ssd)
+
+    def plan_with(placement: Placement, slots: Slots) -> Plan:
+        return make_plan(blocks, PRECISIONS[dtype], placement, slots, alpha=alpha, clipping=clipping, has_ssd=has_ssd)
+
+    plan = plan_with(placement, slots)
+    if fill and vertical and has_ssd:
+        plan = fill_ram(
+            plan_with,
+            placement,
+            slots,
+            ram=ram,
+            num_micro_batches=num_micro_batches,
+            activation_bytes=activation_bytes,
+        )
     require_ram(plan, ram)
     fixed = sum(slot_bytes(plan).values()) + sum(_in_ram(plan).values())
     plan, kept = fit_gradients(

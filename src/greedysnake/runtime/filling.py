@@ -1,0 +1,81 @@
+"""Uses a RAM budget: decides what stays in RAM, by how many SSD bytes of a step each byte of RAM saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from greedysnake.ops import Plan
+from greedysnake.placement import Home, Placement, Slots, ram_bytes
+from greedysnake.runtime.fitting import slot_bytes
+from greedysnake.runtime.memory import page_aligned
+
+MOST_UPDATES, MOST_STAGING = 48, 16
+"""More slots than these gained nothing where it was measured (docs/performance.md)."""
+SLOTS_SHARE = 1 / 16
+"""Of the budget, at most, for more slots than asked for."""
+ORDER = ("weights_ram", "activations_ram", "optimizer_ram")
+"""A byte of RAM saves three bytes of SSD traffic in every step when it holds weights, and two for activations,
+gradients that wait for a late update, or optimizer state. The gradients get theirs before the optimizer state."""
+
+
+def fill_ram(
+    make_plan: Callable[[Placement, Slots], Plan],
+    placement: Placement,
+    slots: Slots,
+    *,
+    ram: int,
+    num_micro_batches: int,
+    activation_bytes: int,
+) -> Plan:
+    """The plan with as much in RAM as fits. Shares that `placement` sets to something else than their defaults stay."""
+    free = [name for name in ORDER if getattr(placement, name) == getattr(Placement(), name)]
+    chosen = replace(placement, **dict.fromkeys(free, 0.0))
+    slots = _more_slots(slots, slot_bytes(make_plan(chosen, slots)), ram)
+
+    def plan_with(name: str, share: float) -> Plan:
+        return make_plan(replace(chosen, **{name: share}), slots)
+
+    for name in free:
+        most = 1.0 - placement.activations_device if name == "activations_ram" else 1.0
+        share = _largest(
+            lambda tried, name=name: (  # type: ignore[misc]
+                _needed(plan_with(name, tried), num_micro_batches, activation_bytes, late=name == "optimizer_ram")
+                <= ram
+            ),
+            most,
+        )
+        chosen = replace(chosen, **{name: share})
+    return make_plan(chosen, slots)
+
+
+def _needed(plan: Plan, num_micro_batches: int, activation_bytes: int, *, late: bool) -> int:
+    """Bytes of RAM that a plan takes; with `late`, all late gradients wait there, else some may be spilled."""
+    size, counts = page_aligned(activation_bytes), plan.count_homes(num_micro_batches)
+    homes = ram_bytes(plan.blocks, plan.homes, plan.precision)
+    activations = (counts[Home.RAM] + (plan.slots.transfers if counts[Home.SSD] else 0)) * size
+    largest = max(chunk.num_params for block in plan.blocks for chunk in block.chunks)
+    spill = plan.slots.transfers * largest * plan.precision.gradient_bytes
+    fixed = sum(slot_bytes(plan).values()) + homes["weights"] + homes["optimizer state"] + activations
+    return fixed + (homes["gradients"] if late else spill)
+
+
+def _more_slots(slots: Slots, taken: dict[str, int], ram: int) -> Slots:
+    """As many as the share of the budget allows, and never fewer than there are."""
+    times = int(ram * SLOTS_SHARE) // sum(taken.values())
+    return replace(
+        slots,
+        updates=max(slots.updates, min(MOST_UPDATES, times * slots.updates)),
+        staging=max(slots.staging, min(MOST_STAGING, times * slots.staging)),
+    )
+
+
+def _largest(fits: Callable[[float], bool], most: float) -> float:
+    """The largest share up to `most` that fits, to one part in 256 of it; 0 when none does."""
+    if fits(most):
+        return most
+    low, high = 0, 256
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(most * middle / 256) else (low, middle)
+    return most * low / 256

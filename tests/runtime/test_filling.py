@@ -1,0 +1,114 @@
+"""What stays in RAM when a budget is to be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import greedysnake as gs
+from greedysnake.errors import PlanError
+from greedysnake.placement import Home
+from greedysnake.runtime.footprint import Footprint, foresee
+from reference import OPTIMIZER, make_batches, make_parts, train_engine
+
+ROWS, LENGTH, HIDDEN = 4, 32, 64
+ACTIVATION_BYTES = ROWS * LENGTH * HIDDEN * 2
+
+
+def plan(ram: int, **options: object) -> Footprint:
+    model = make_parts(hidden=HIDDEN, width=256, num_layers=6, vocab=200).sequential()
+    values: dict[str, object] = {
+        "dtype": "bfloat16",
+        "ram": ram,
+        "num_directories": 1,
+        "alpha": 0.25,
+        "clipping": True,
+        "placement": gs.Placement(),
+        "slots": gs.Slots(),
+        "chunk_params": 4096,
+        "single_slot": False,
+        "vertical": True,
+        "num_micro_batches": 8,
+        "activation_bytes": ACTIVATION_BYTES,
+        "fill": True,
+        **options,
+    }
+    return foresee(model, **values)  # type: ignore[arg-type]
+
+
+def shares(footprint: Footprint) -> tuple[float, float, float]:
+    placement = footprint.plan.placement
+    return placement.weights_ram, placement.activations_ram, placement.optimizer_ram
+
+
+def test_with_enough_ram_everything_stays_there() -> None:
+    found = plan(1 << 30)
+    assert shares(found) == (1.0, 1.0, 1.0)
+    assert sum(row.get(Home.SSD, 0) for row in found.homes.values()) == 0
+    assert (found.plan.slots.updates, found.plan.slots.staging) == (48, 16)
+
+
+def test_more_ram_never_means_less_in_it_and_no_plan_passes_the_budget() -> None:
+    smallest = next(ram for ram in range(1 << 18, 1 << 22, 1 << 15) if fits(ram))
+    previous = (0.0, 0.0, 0.0)
+    seen = set()
+    for ram in range(smallest, 6 << 20, 1 << 17):
+        found = plan(ram)
+        assert found.ram_bytes <= ram
+        assert all(share >= before - 0.1 for share, before in zip(shares(found), previous, strict=True))
+        if shares(found)[1] > 0.02:  # less of them may fit where no chunk of weights does
+            assert shares(found)[0] == 1.0  # weights first
+        if shares(found)[2] > 0:
+            assert shares(found)[:2] == (1.0, 1.0)  # the optimizer state last
+            assert found.homes["gradients"].get(Home.SSD, 0) == 0
+        previous = shares(found)
+        seen.add(tuple(0 < share < 1 for share in previous))
+    assert len(seen) >= 3  # each of them was in between somewhere
+
+
+def fits(ram: int) -> bool:
+    try:
+        plan(ram)
+    except PlanError:
+        return False
+    return True
+
+
+def test_what_fits_without_filling_fits_with_it() -> None:
+    for ram in range(1 << 19, 4 << 20, 1 << 17):
+        try:
+            plan(ram, fill=False)
+        except PlanError:
+            continue
+        assert fits(ram)
+
+
+def test_shares_that_were_set_stay() -> None:
+    assert shares(plan(1 << 30, placement=gs.Placement(weights_ram=0.25)))[0] == 0.25
+    given = gs.Placement(activations_device=0.5, activations_ram=0.25, optimizer_ram=0.5)
+    assert shares(plan(1 << 30, placement=given)) == (1.0, 0.25, 0.5)
+    assert shares(plan(1 << 30, placement=gs.Placement(activations_device=1, activations_ram=0)))[1] == 0.0
+
+
+@pytest.mark.parametrize("ram", [1_200_000, 2 << 20, 4 << 20])
+def test_the_engine_runs_what_was_planned_within_the_budget(ram: int, tmp_path: Path) -> None:
+    parts = {"hidden": HIDDEN, "width": 256, "num_layers": 6, "vocab": 200}
+    found = plan(ram, num_micro_batches=3, activation_bytes=4 * 12 * HIDDEN * 2)
+    trained = [
+        train_engine(
+            make_parts(**parts).sequential(),
+            lambda step: make_batches(3, step, vocab=200),
+            3,
+            optimizer=OPTIMIZER,
+            storage=[tmp_path / name],
+            chunk_params=4096,
+            max_grad_norm=1.0,
+            **options,
+        )
+        for name, options in (
+            ("filled", {"ram": ram, "placement": found.plan.placement, "slots": found.plan.slots}),
+            ("plain", {}),
+        )
+    ]
+    assert trained[0].losses == trained[1].losses
