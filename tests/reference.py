@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import greedysnake as gs
 from greedysnake import _native
-from greedysnake.runtime.actions import block_seed
+from greedysnake.runtime.compute import block_seed
 from greedysnake.runtime.optimizer import Fp32Chunk, Gradient, update_fp32
 from greedysnake.schedule import snake
 

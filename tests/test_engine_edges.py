@@ -21,8 +21,10 @@ from torch.nn import functional
 
 import greedysnake as gs
 from greedysnake.placement import Home
-from greedysnake.runtime.actions import Actions, StepContext
+from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.runner import Runner
+from greedysnake.runtime.steps import Steps
+from greedysnake.runtime.updates import Updates
 from reference import (
     OPTIMIZER,
     Batch,
@@ -162,7 +164,7 @@ def test_skipped_step_is_told_without_waiting_for_the_cpu(tmp_path: Path, recwar
     parts = make_parts(frozen=["embed", "layers"])
     model = Parts(parts.embed, parts.layers, PoisonedHead(37, 32))
     released = threading.Event()
-    with delayed(Actions, "decide", released), make_engine(model, tmp_path) as engine:
+    with delayed(Updates, "decide", released), make_engine(model, tmp_path) as engine:
         result = engine.step(make_batches(1, 0))
         assert result.skipped and engine.num_skipped == 1
         assert not [warning for warning in recwarn if "is not finite" in str(warning.message)]
@@ -218,6 +220,8 @@ def test_interrupt_between_two_ops_closes_the_engine(tmp_path: Path) -> None:
         """
 engine.save()
 from greedysnake.runtime.runner import Runner
+from greedysnake.runtime.steps import Steps
+from greedysnake.runtime.updates import Updates
 collect, calls = Runner._collect, []
 def interrupted(self):
     calls.append(self)
@@ -237,13 +241,13 @@ with make_engine(make_parts(), Path(sys.argv[1]), resume=True) as resumed:
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
 
 
-@pytest.mark.parametrize("where", ["_take_next", "_judge", "_result"])
+@pytest.mark.parametrize(("owner", "where"), [(Steps, "_take_next"), (gs.Engine, "_judge"), (gs.Engine, "_result")])
 def test_interrupt_within_a_step_leaves_no_half_step_to_be_saved(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: type, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_engine(make_parts(), tmp_path) as engine:
         engine.step(make_batches(2, 0))
-        monkeypatch.setattr(gs.Engine, where, interrupt)
+        monkeypatch.setattr(owner, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step(make_batches(2, 1))
         with pytest.raises(gs.GreedySnakeError, match="the engine is closed"):
@@ -540,7 +544,7 @@ def test_horizontal_micro_batch_that_is_not_finite_is_seen_though_the_cpu_lags(t
     batches = [{**batch, "poison": torch.tensor(index == 0)} for index, batch in enumerate(make_batches(2, 0))]
     released = threading.Event()
     with (
-        delayed(Actions, "accumulate", released),
+        delayed(Updates, "accumulate", released),
         make_engine(model, tmp_path, schedule="horizontal", chunk_params=1 << 20) as engine,
     ):
         with pytest.warns(RuntimeWarning, match="the gradient of embed is not finite"):

@@ -20,7 +20,8 @@ import torch
 import child
 import greedysnake as gs
 from greedysnake.ops import Kind, Op
-from greedysnake.runtime.actions import Actions, StepContext
+from greedysnake.runtime.actions import Actions
+from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.lanes import Wait
 from reference import OPTIMIZER, Batch, Layer, Trained, make_batches, make_parts, num_targets, take_values

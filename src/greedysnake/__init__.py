@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from greedysnake.models.huggingface import load_model
     from greedysnake.models.sequential import Sequential
     from greedysnake.placement import Placement, Slots
-    from greedysnake.runtime.engine import Engine, IoOptions, StepResult
+    from greedysnake.runtime.arguments import IoOptions
+    from greedysnake.runtime.engine import Engine
     from greedysnake.runtime.optimizer import AdamW
+    from greedysnake.runtime.result import StepResult
     from greedysnake.trainer import Trainer
 
 # Public names are imported when they are first used: the schedule and the command line need no torch.
@@ -23,13 +25,13 @@ _HOMES = {
     "ConfigError": "errors",
     "Engine": "runtime.engine",
     "GreedySnakeError": "errors",
-    "IoOptions": "runtime.engine",
+    "IoOptions": "runtime.arguments",
     "OpError": "errors",
     "Placement": "placement",
     "PlanError": "errors",
     "Sequential": "models.sequential",
     "Slots": "placement",
-    "StepResult": "runtime.engine",
+    "StepResult": "runtime.result",
     "StorageError": "errors",
     "Trainer": "trainer",
     "export_model": "models.export",

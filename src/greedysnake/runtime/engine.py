@@ -2,93 +2,49 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from os import PathLike, cpu_count, getpid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from os import PathLike, getpid
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
-from greedysnake import _native, schedule
+from greedysnake import _native
 from greedysnake.errors import ConfigError, GreedySnakeError
-from greedysnake.models.sequential import Batch, MicroBatch, Model
+from greedysnake.models.sequential import Batch, Model
 from greedysnake.ops import Cursor, Lane, Op, Plan
 from greedysnake.placement import Placement, Slots
-from greedysnake.runtime.actions import Actions, StepContext
+from greedysnake.runtime import arguments
+from greedysnake.runtime.actions import Actions
 from greedysnake.runtime.arena import Arena
+from greedysnake.runtime.arguments import IoOptions
+from greedysnake.runtime.buffers import Buffers
+from greedysnake.runtime.building import build_blocks
+from greedysnake.runtime.compute import Compute
+from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram
-from greedysnake.runtime.flat import DecayRule, decays_by_default, survey, take_values
+from greedysnake.runtime.flat import DecayRule, decays_by_default, survey
 from greedysnake.runtime.io import IoCounters, IoEngine
 from greedysnake.runtime.memory import DeviceMemory, HostMemory, StepMemory
 from greedysnake.runtime.optimizer import AdamW
-from greedysnake.runtime.runner import Linked, Runner
-from greedysnake.runtime.state import ModelState, extent_specs, fingerprint, require_parameters
+from greedysnake.runtime.result import StepResult, make_result
+from greedysnake.runtime.runner import Runner
+from greedysnake.runtime.state import ModelState, extent_specs, fingerprint
+from greedysnake.runtime.steps import Action, Steps, find_schedule
 from greedysnake.runtime.store import Store
+from greedysnake.runtime.updates import Updates
 from greedysnake.shapes import GRANULE, PRECISIONS
 from greedysnake.sizes import parse_size
-from greedysnake.trace import Record, bound
+from greedysnake.trace import Record
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-Schedule = Callable[[Plan, Cursor, int], list[Op]]
-SCHEDULES: dict[str, Schedule] = {"vertical": schedule.vertical, "horizontal": schedule.horizontal}
+__all__ = ["Engine", "StepResult"]
+
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did."""
-
-    loss: float
-    """Sum of the losses of all target tokens of the step, divided by their number."""
-    grad_norm: float | None
-    """Norm of the whole gradient before clipping; None when clipping is off."""
-    num_tokens: int
-    """Target tokens."""
-    elapsed_s: float
-    ssd_read_bytes: int
-    ssd_write_bytes: int
-    h2d_bytes: int
-    d2h_bytes: int
-    bound: str
-    """The busiest resource: ssd, pcie, compute or cpu."""
-    bound_fraction: float
-    """Share of the step during which it was busy."""
-    skipped: bool
-    """The gradient was not finite and was not applied."""
-
-
-@dataclass(frozen=True)
-class IoOptions:
-    """How the drives are used."""
-
-    backend: str = "auto"
-    """ "io_uring", "threads", or "auto" to ask the kernel."""
-    queue_depth: int = 32
-    num_threads: int = 8
-    piece_bytes: int = 1 << 20
-    read_bytes_per_s: float | None = None
-    """Rate limits, for users who share a drive; None is no limit."""
-    write_bytes_per_s: float | None = None
-    total_bytes_per_s: float | None = None
-
-
-@dataclass(frozen=True)
-class _Next:
-    """A step that was written and linked ahead of its call, and the cursor to go back to."""
-
-    make: Schedule
-    num_micro_batches: int
-    cursor: Cursor
-    ops: list[Op]
-    linked: Linked
 
 
 class Engine:
@@ -130,22 +86,18 @@ class Engine:
         Without `checkpoints` only what lives on SSD has room there, and `save` is refused. `num_threads` threads
         update chunks on the CPU, pinned to `cpus` if given.
         `decays(name, parameter)` says which parameters weight decay applies to."""
-        _check(dtype, schedule, alpha, max_grad_norm, chunk_params)
-        if isinstance(storage, (str, PathLike)):
-            raise ConfigError(f"storage is {str(storage)!r}: give a list of directories, one per drive")
-        if resume and not storage:
-            raise ConfigError("resume=True needs the storage directories of the checkpoint: give storage=[...]")
-        if resume and not checkpoints:
-            raise ConfigError("resume=True with checkpoints=False: a run without checkpoints cannot continue one")
-        self.device = _checked_device(device)
+        arguments.check_numbers(dtype, alpha, max_grad_norm, chunk_params)
+        arguments.check_storage(storage, resume=resume, checkpoints=checkpoints)
+        write = find_schedule(schedule)
+        self.device = arguments.checked_device(device)
         self.trace = trace
         self.records: list[Record] = []
         """With trace=True, what every op did; yours to read and to clear."""
         self._model = model
         self._optimizer = optimizer
-        self._schedule = schedule
+        self._vertical = schedule == "vertical"
         self._checkpoints = checkpoints
-        self._dtype = DTYPES[dtype]
+        self._dtype = arguments.DTYPES[dtype]
         self._step = 0
         self._num_skipped = 0
         self._written_before = 0
@@ -162,7 +114,7 @@ class Engine:
             clipping=max_grad_norm is not None,
             has_ssd=bool(storage),
         )
-        SCHEDULES[schedule](self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
+        write(self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
         require_ram(self._plan, parse_size(ram))
         with ExitStack() as undo:
             self._arena = undo.enter_context(Arena(parse_size(ram), device=self.device))
@@ -182,27 +134,25 @@ class Engine:
                         verify_reads=verify_reads,
                     )
                 )
-            self._pool = _native.ThreadPool(num_threads or _default_threads(self.device), cpus)
+            self._pool = _native.ThreadPool(num_threads or arguments.default_threads(self.device), cpus)
             undo.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
             host = HostMemory(self._arena, self._plan)
+            self._buffers = Buffers(self._plan, device_memory, host, self._dtype)
             self._state = ModelState(self._plan, self._blocks, host, self._store, self._pool)
-            self._build(resume)
-            self._actions = Actions(
-                self._plan,
+            build_blocks(model, self._blocks, self._state, dtype=self._dtype, device=self.device, resume=resume)
+            self._compute = Compute(
+                self._blocks, self._buffers, device=self.device, seed=seed, vertical=self._vertical, compile=compile
+            )
+            self._updates = Updates(
                 self._blocks,
-                device_memory,
-                host,
-                self._store,
+                self._buffers,
                 self._pool,
                 optimizer,
-                device=self.device,
-                dtype=self._dtype,
                 max_grad_norm=max_grad_norm,
-                seed=seed,
-                vertical=schedule == "vertical",
-                compile=compile,
+                pinned=self.device.type == "cuda",
             )
+            self._actions = Actions(self._buffers, self._store, self._compute, self._updates, self.device)
             if resume:
                 self._take_over()
             self._runner = Runner(self.device)
@@ -210,11 +160,9 @@ class Engine:
             self._resources = undo.pop_all()
         # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
         weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
+        self._steps = Steps(self._runner, self._plan, schedule)
         self._step_memory: StepMemory | None = None
-        self._next: _Next | None = None
         self._busy_s: dict[str, float] = {}
-        self._cursor = Cursor(self._plan)
-        self._ahead: list[Op] = []
         self._activation_bytes: dict[object, int] = {}
         self._num_micro_batches = 0
 
@@ -258,9 +206,7 @@ class Engine:
 
     def step(self, micro_batches: Sequence[Batch], lr: float | None = None) -> StepResult:
         """One training step over all micro-batches. Late updates and reads for the next step go on after it."""
-        rate = self._optimizer.lr if lr is None else lr
-        if not (math.isfinite(rate) and rate >= 0):
-            raise ConfigError(f"lr is {rate}: give a finite number, 0 or more")
+        rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
         start_s = time.perf_counter()
         context = self._context(micro_batches, rate, training=True)
         self._collect()
@@ -289,7 +235,7 @@ class Engine:
             raise ConfigError("the engine was made with checkpoints=False, which keeps no room for one: leave it out")
         self.flush()
         own = {
-            "num_updates": self._actions.num_updates,
+            "num_updates": self._updates.num_updates,
             "num_skipped": self._num_skipped,
             "ssd_written_bytes": self.ssd_written_bytes,
         }
@@ -331,36 +277,6 @@ class Engine:
     ) -> None:
         self.close()
 
-    # Building
-
-    def _build(self, resume: bool) -> None:
-        """Makes the blocks one by one and moves their values to their homes. Buffers go to the device."""
-        shared: dict[str, torch.nn.Parameter] = {}
-        for number, source in enumerate(self._model.sources()):
-            block = self._blocks[number]
-            module, parameters = source.build(values=not resume)
-            require_parameters(block, parameters)
-            for name, shared_name in block.shared.items():
-                shared.setdefault(shared_name, parameters[name])
-            if not resume:
-                self._state.fill(number, parameters)
-            block.module, block.parameters = module, parameters
-            for name, parameter in parameters.items():
-                if name not in block.shared:
-                    take_values(parameter, self._dtype, self.device)
-            module.to(self.device)
-        if shared:
-            block = self._blocks[-1]
-            block.parameters = {place.name: shared[place.name] for place in block.places}
-            if not resume:
-                self._state.fill(len(self._blocks) - 1, block.parameters)
-            for parameter in block.parameters.values():
-                take_values(parameter, self._dtype, self.device)
-            for block in self._blocks[:-1]:
-                block.adopt(shared)
-        if resume:
-            self._state.read_ram_parts()
-
     def _take_over(self) -> None:
         """Continues from the checkpoint that the store was opened with."""
         assert self._store is not None and self._store.step is not None
@@ -368,27 +284,23 @@ class Engine:
         self._num_skipped = int(str(self._store.metadata["num_skipped"]))
         self._written_before = int(str(self._store.metadata.get("ssd_written_bytes", 0)))
         self._metadata = _user_metadata(self._store)
-        self._actions.num_updates = int(str(self._store.metadata["num_updates"]))
+        self._updates.num_updates = int(str(self._store.metadata["num_updates"]))
 
     # Running
 
     def _context(self, micro_batches: Sequence[Batch], lr: float, *, training: bool) -> StepContext:
         self._require_open()
-        micro_batches = _checked_batches(micro_batches)
-        counts = [int(self._model.num_targets(batch)) for batch in micro_batches]
-        if sum(counts) <= 0:
-            raise ConfigError(f"the {len(counts)} micro-batches have no target tokens: there is no loss to compute")
+        micro_batches = arguments.checked_batches(micro_batches)
+        num_targets = arguments.count_targets(self._model, micro_batches)
         with torch.inference_mode(False), self._on_compute_stream():
-            batches = [
-                MicroBatch({name: _usable(value).to(self.device, non_blocking=True) for name, value in batch.items()})
-                for batch in micro_batches
-            ]
-        return StepContext(self._step, batches, sum(counts), lr, training)
+            batches = [arguments.to_device(batch, self.device) for batch in micro_batches]
+        return StepContext(self._step, batches, num_targets, lr, training)
 
     # From here on a failure, Ctrl-C included, closes the engine: ops that other ops wait for would not come.
 
     def _train(self, context: StepContext, start_s: float) -> StepResult:
-        moved = self._run(SCHEDULES[self._schedule], context)
+        self._compute.set_training(True)
+        moved = self._steps.train(self._step, len(context.batches), self._action(context))
         # The next forward waits for these lanes too, so waiting for them here costs nothing.
         self._wait(Lane.COMPUTE, Lane.DOWNLOAD, *((Lane.CPU,) if self._plan.clipping else ()))
         skipped = self._judge(context)
@@ -396,58 +308,26 @@ class Engine:
         return self._result(context, moved, time.perf_counter() - start_s, skipped)
 
     def _evaluate(self, context: StepContext) -> float:
-        self._run(partial(schedule.evaluation, vertical=self._schedule == "vertical"), context)
+        self._compute.set_training(False)
+        self._steps.evaluate(self._step, len(context.batches), self._action(context))
         self._wait()
         self._collect()
-        return self._actions.loss_sum() / context.num_targets
+        return self._updates.loss_sum() / context.num_targets
 
     def _flush(self) -> None:
-        self._drop_next()
-        context = StepContext(self._step, (), 0, 0.0)
-        linked = self._runner.link(schedule.flush(self._plan, self._cursor))
-        self._runner.run(linked, self._step, lambda op: self._actions.run(op, context))
+        self._steps.flush(self._step, self._action(StepContext(self._step, (), 0, 0.0)))
         self._wait()
 
-    def _run(self, make: Schedule, context: StepContext) -> list[Op]:
-        """Runs a schedule; returns the ops whose bytes belong to it."""
-        self._actions.set_training(context.training)
-        ops, linked = self._take_next(make, len(context.batches))
-        meanwhile = self._make_next if context.training else None
-        self._runner.run(linked, context.step, lambda op: self._actions.run(op, context), meanwhile)
-        moved = self._ahead + [op for op in ops if not op.ahead]
-        self._ahead = [op for op in ops if op.ahead]
-        return moved
-
-    def _make_next(self) -> None:
-        """While the device computes: writes and links the next step, which most likely is like this one."""
-        cursor = self._cursor.copy()
-        make = SCHEDULES[self._schedule]
-        with _no_garbage_collection():  # of everything that torch has loaded: 0.2 s in which nothing is launched
-            ops = make(self._plan, self._cursor, self._num_micro_batches)
-            linked = self._runner.link(ops)
-        self._next = _Next(make, self._num_micro_batches, cursor, ops, linked)
-
-    def _take_next(self, make: Schedule, num_micro_batches: int) -> tuple[list[Op], Linked]:
-        following = self._next
-        if following and following.make is make and following.num_micro_batches == num_micro_batches:
-            self._next = None
-            return following.ops, following.linked
-        self._drop_next()
-        ops = make(self._plan, self._cursor, num_micro_batches)
-        return ops, self._runner.link(ops)
-
-    def _drop_next(self) -> None:
-        """Goes back to before the next step was written: something else comes first."""
-        if self._next:
-            self._cursor, self._next = self._next.cursor, None
-            self._runner.unlink()
+    def _action(self, context: StepContext) -> Action:
+        """What lanes call for an op; as long as one may, the engine is held."""
+        return lambda op: self._actions.run(op, context)
 
     def _prepare(self, context: StepContext) -> None:
         """Makes room for this many micro-batches of this size, if there is not enough yet."""
         num_micro_batches = len(context.batches)
         activation_bytes = max(self._size_of_activation(batch) for batch in context.batches)
         if num_micro_batches != self._num_micro_batches:
-            self._call(self._drop_next)
+            self._call(self._steps.drop_next)
             self._wait()  # homes of tensors move with the number of micro-batches
             self._num_micro_batches = num_micro_batches
         if self._step_memory is not None and self._step_memory.fits(num_micro_batches, activation_bytes):
@@ -458,12 +338,16 @@ class Engine:
             activation_bytes = max(activation_bytes, self._step_memory.activation_bytes)
             self._step_memory.release()
             self._step_memory = None  # a step that does not fit leaves the engine without, not with what was freed
-        vertical = self._schedule == "vertical"
         free_bytes = self._arena.budget_bytes - self._arena.used_bytes
         self._plan, kept = fit_gradients(
-            self._plan, num_micro_batches, activation_bytes, free_bytes, vertical=vertical, has_ssd=bool(self._store)
+            self._plan,
+            num_micro_batches,
+            activation_bytes,
+            free_bytes,
+            vertical=self._vertical,
+            has_ssd=bool(self._store),
         )
-        self._cursor = Cursor(self._plan)
+        self._steps.use(self._plan)
         self._step_memory = StepMemory(
             self._arena,
             self._plan,
@@ -471,24 +355,24 @@ class Engine:
             num_micro_batches=num_micro_batches,
             activation_bytes=activation_bytes,
             kept=kept,
-            vertical=vertical,
+            vertical=self._vertical,
         )
         if self._store is not None:
             self._call(self._store.resize_scratch, self._step_memory.scratch_sizes())
-        self._actions.use(self._plan, self._step_memory)
+        self._buffers.use(self._plan, self._step_memory)
 
     def _size_of_activation(self, batch: Batch) -> int:
         key = tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in batch.items()))
         if key not in self._activation_bytes:
             with self._on_compute_stream():
-                self._activation_bytes[key] = self._actions.size_of_activation(batch)
+                self._activation_bytes[key] = self._compute.size_of_activation(batch)
         return self._activation_bytes[key]
 
     def _judge(self, context: StepContext) -> bool:
         """Whether the step was skipped: notes one whose gradient is not finite."""
-        blocks = self._actions.blocks_not_finite()
+        blocks = self._updates.blocks_not_finite()
         # Not context.skipped: without clipping nobody has waited for the lane that sets it.
-        skipped = context.skipped if self._plan.clipping else not math.isfinite(self._actions.loss_sum())
+        skipped = context.skipped if self._plan.clipping else not math.isfinite(self._updates.loss_sum())
         if not skipped and blocks:
             warnings.warn(
                 f"step {self._step}: the gradient of {', '.join(blocks[:3])}{' ...' if len(blocks) > 3 else ''} is not "
@@ -504,27 +388,9 @@ class Engine:
     def _result(self, context: StepContext, moved: Sequence[Op], elapsed_s: float, skipped: bool) -> StepResult:
         before_s = self._busy_s
         self._collect()
-        busy_in_step_s = {link: total - before_s.get(link, 0.0) for link, total in self._busy_s.items()}
-        nbytes: dict[str, int] = {}
-        for lane, count in context.nbytes.items():
-            link = Lane(lane).link
-            nbytes[link] = nbytes.get(link, 0) + count
-        for op in moved:
-            nbytes[op.lane.link] = nbytes.get(op.lane.link, 0) + op.nbytes
-        name, fraction = bound(busy_in_step_s, elapsed_s)
-        return StepResult(
-            loss=self._actions.loss_sum() / context.num_targets,
-            grad_norm=context.grad_norm,
-            num_tokens=context.num_targets,
-            elapsed_s=elapsed_s,
-            ssd_read_bytes=nbytes.get("ssd_read", 0),
-            ssd_write_bytes=nbytes.get("ssd_write", 0),
-            h2d_bytes=nbytes.get("h2d", 0),
-            d2h_bytes=nbytes.get("d2h", 0),
-            bound=name,
-            bound_fraction=fraction,
-            skipped=skipped,
-        )
+        busy_s = {link: total - before_s.get(link, 0.0) for link, total in self._busy_s.items()}
+        loss = self._updates.loss_sum() / context.num_targets
+        return make_result(context, moved, busy_s, loss=loss, elapsed_s=elapsed_s, skipped=skipped)
 
     def _collect(self) -> None:
         """Takes over the records of the ops that have ended, and how long each link was busy until now."""
@@ -538,10 +404,10 @@ class Engine:
     def _wait(self, *lanes: Lane) -> None:
         self._call(self._runner.wait, *lanes)
 
-    def _call(self, call: Callable[..., Result], *arguments: object) -> Result:
+    def _call(self, call: Callable[..., Result], *values: object) -> Result:
         """Any failure closes the engine: what is stored is that of the last checkpoint."""
         try:
-            return call(*arguments)
+            return call(*values)
         except BaseException as error:
             self._runner.stop(error)
             if self._closed is None:
@@ -570,74 +436,13 @@ class Engine:
         return stack
 
 
-def _check(dtype: str, schedule_name: str, alpha: float, max_grad_norm: float | None, chunk_params: int) -> None:
-    if dtype in ("float16", "fp16", "half"):
-        raise ConfigError("dtype is float16, which needs loss scaling: use bfloat16, which has the range of float32")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}: use 'bfloat16' or 'float32'")
-    if schedule_name not in SCHEDULES:
-        raise ConfigError(f"schedule is {schedule_name!r}: use 'vertical' or 'horizontal'")
-    if not 0.0 <= alpha <= 1.0:
-        raise ConfigError(f"alpha is {alpha}: give a fraction between 0 and 1")
-    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise ConfigError(f"max_grad_norm is {max_grad_norm}: give a positive number, or None for no clipping")
-    if not isinstance(chunk_params, int) or chunk_params < 1:
-        raise ConfigError(f"chunk_params is {chunk_params}: give a whole number, 1 or more")
-
-
-def _checked_batches(micro_batches: Iterable[Batch]) -> list[Batch]:
-    if isinstance(micro_batches, Mapping):
-        raise ConfigError("one batch was given: give a list of micro-batches, [batch] for one")
-    batches = list(micro_batches)
-    if not batches:
-        raise ConfigError("a step needs at least one micro-batch")
-    for index, batch in enumerate(batches):
-        if not isinstance(batch, Mapping):
-            raise ConfigError(f"micro-batch {index} is a {type(batch).__name__}: give a dict of tensors")
-        for name, value in batch.items():
-            if not isinstance(value, torch.Tensor):
-                raise ConfigError(f"{name!r} of micro-batch {index} is a {type(value).__name__}: give a tensor")
-    return batches
-
-
-def _usable(value: torch.Tensor) -> torch.Tensor:
-    """A tensor made under inference_mode cannot be saved for a backward; a copy made outside of it can."""
-    return value.clone() if value.is_inference() else value
-
-
-def _checked_device(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {str(device)!r}: use 'cpu' or 'cuda'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is {str(device)!r} and torch finds no CUDA device: use 'cpu', or install a driver")
-    return device
-
-
 def _free_in_this_process(resources: ExitStack, owner: int) -> None:
     """A forked child has the engine's memory and files, but they are its parent's to free."""
     if getpid() == owner:
         resources.close()
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _user_metadata(store: Store) -> Mapping[str, object]:
     user = store.metadata.get("user", {})
     assert isinstance(user, dict)
     return user
-
-
-def _default_threads(device: torch.device) -> int:
-    """On a GPU machine the thread that launches kernels keeps cores to itself."""
-    cores = cpu_count() or 1
-    return max(1, cores - 4) if device.type == "cuda" else max(1, cores // 2)

@@ -198,15 +198,3 @@ def _overlaps(places: Sequence[Place], chunk: Chunk) -> Iterator[tuple[Place, in
         first, last = max(place.offset, chunk.start), min(place.end, end)
         if first < last:
             yield place, first - chunk.start, range(first - place.offset, last - place.offset)
-
-
-def require_parameters(block: FlatBlock, parameters: Mapping[str, torch.Tensor]) -> None:
-    """The second time a block is built it must have the parameters it had the first time."""
-    for place in block.places:
-        found = parameters.get(place.name)
-        if found is None or found.shape != place.shape:
-            shape = None if found is None else tuple(found.shape)
-            raise ConfigError(
-                f"{place.name} was {tuple(place.shape)} when the model's shapes were read and is {shape} when it is "
-                "built: its function must make the same module each time"
-            )

@@ -1,0 +1,104 @@
+"""What the engine is given: checked, and refused in words, before anything is built or run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike, cpu_count
+
+import torch
+
+from greedysnake.errors import ConfigError
+from greedysnake.models.sequential import Batch, MicroBatch, Model
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """How the drives are used."""
+
+    backend: str = "auto"
+    """ "io_uring", "threads", or "auto" to ask the kernel."""
+    queue_depth: int = 32
+    num_threads: int = 8
+    piece_bytes: int = 1 << 20
+    read_bytes_per_s: float | None = None
+    """Rate limits, for users who share a drive; None is no limit."""
+    write_bytes_per_s: float | None = None
+    total_bytes_per_s: float | None = None
+
+
+def check_numbers(dtype: str, alpha: float, max_grad_norm: float | None, chunk_params: int) -> None:
+    if dtype in ("float16", "fp16", "half"):
+        raise ConfigError("dtype is float16, which needs loss scaling: use bfloat16, which has the range of float32")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}: use 'bfloat16' or 'float32'")
+    if not 0.0 <= alpha <= 1.0:
+        raise ConfigError(f"alpha is {alpha}: give a fraction between 0 and 1")
+    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}: give a positive number, or None for no clipping")
+    if not isinstance(chunk_params, int) or chunk_params < 1:
+        raise ConfigError(f"chunk_params is {chunk_params}: give a whole number, 1 or more")
+
+
+def check_storage(storage: Sequence[str | PathLike[str]], *, resume: bool, checkpoints: bool) -> None:
+    if isinstance(storage, (str, PathLike)):
+        raise ConfigError(f"storage is {str(storage)!r}: give a list of directories, one per drive")
+    if resume and not storage:
+        raise ConfigError("resume=True needs the storage directories of the checkpoint: give storage=[...]")
+    if resume and not checkpoints:
+        raise ConfigError("resume=True with checkpoints=False: a run without checkpoints cannot continue one")
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(device)!r}: use 'cpu' or 'cuda'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {str(device)!r} and torch finds no CUDA device: use 'cpu', or install a driver")
+    return device
+
+
+def default_threads(device: torch.device) -> int:
+    """On a GPU machine the thread that launches kernels keeps cores to itself."""
+    cores = cpu_count() or 1
+    return max(1, cores - 4) if device.type == "cuda" else max(1, cores // 2)
+
+
+def checked_rate(lr: float) -> float:
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ConfigError(f"lr is {lr}: give a finite number, 0 or more")
+    return lr
+
+
+def checked_batches(micro_batches: Iterable[Batch]) -> list[Batch]:
+    if isinstance(micro_batches, Mapping):
+        raise ConfigError("one batch was given: give a list of micro-batches, [batch] for one")
+    batches = list(micro_batches)
+    if not batches:
+        raise ConfigError("a step needs at least one micro-batch")
+    for index, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise ConfigError(f"micro-batch {index} is a {type(batch).__name__}: give a dict of tensors")
+        for name, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(f"{name!r} of micro-batch {index} is a {type(value).__name__}: give a tensor")
+    return batches
+
+
+def count_targets(model: Model, batches: Sequence[Batch]) -> int:
+    counts = [int(model.num_targets(batch)) for batch in batches]
+    if sum(counts) <= 0:
+        raise ConfigError(f"the {len(counts)} micro-batches have no target tokens: there is no loss to compute")
+    return sum(counts)
+
+
+def to_device(batch: Batch, device: torch.device) -> MicroBatch:
+    return MicroBatch({name: _usable(value).to(device, non_blocking=True) for name, value in batch.items()})
+
+
+def _usable(value: torch.Tensor) -> torch.Tensor:
+    """A tensor made under inference_mode cannot be saved for a backward; a copy made outside of it can."""
+    return value.clone() if value.is_inference() else value

@@ -1,0 +1,62 @@
+"""Makes the blocks of a model one by one and moves their values to their homes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from greedysnake.errors import ConfigError
+from greedysnake.models.sequential import Model
+from greedysnake.runtime.flat import FlatBlock, take_values
+from greedysnake.runtime.state import ModelState
+
+
+def build_blocks(
+    model: Model,
+    blocks: Sequence[FlatBlock],
+    state: ModelState,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    resume: bool,
+) -> None:
+    """Gives every block its module, whose parameters are left empty; buffers go to the device. With `resume` the
+    values come from the checkpoint instead."""
+    shared: dict[str, torch.nn.Parameter] = {}
+    for number, source in enumerate(model.sources()):
+        block = blocks[number]
+        module, parameters = source.build(values=not resume)
+        _require_parameters(block, parameters)
+        for name, shared_name in block.shared.items():
+            shared.setdefault(shared_name, parameters[name])
+        if not resume:
+            state.fill(number, parameters)
+        block.module, block.parameters = module, parameters
+        for name, parameter in parameters.items():
+            if name not in block.shared:
+                take_values(parameter, dtype, device)
+        module.to(device)
+    if shared:
+        block = blocks[-1]
+        block.parameters = {place.name: shared[place.name] for place in block.places}
+        if not resume:
+            state.fill(len(blocks) - 1, block.parameters)
+        for parameter in block.parameters.values():
+            take_values(parameter, dtype, device)
+        for block in blocks[:-1]:
+            block.adopt(shared)
+    if resume:
+        state.read_ram_parts()
+
+
+def _require_parameters(block: FlatBlock, parameters: Mapping[str, torch.Tensor]) -> None:
+    """The second time a block is built it must have the parameters it had the first time."""
+    for place in block.places:
+        found = parameters.get(place.name)
+        if found is None or found.shape != place.shape:
+            shape = None if found is None else tuple(found.shape)
+            raise ConfigError(
+                f"{place.name} was {tuple(place.shape)} when the model's shapes were read and is {shape} when it is "
+                "built: its function must make the same module each time"
+            )

@@ -1,0 +1,281 @@
+"""What the device computes: forward, backward and evaluation of one block for one micro-batch.
+
+Runs on the thread that calls step(). The weights are where the op says; this points the block's parameters there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from greedysnake.errors import ConfigError
+from greedysnake.ops import Op, Resource
+from greedysnake.runtime.buffers import Buffers
+from greedysnake.runtime.context import Outputs, StepContext
+from greedysnake.runtime.flat import FlatBlock
+from greedysnake.runtime.memory import slot_number
+from greedysnake.runtime.recompute import Recompute
+
+
+def block_seed(seed: int, step: int, block: int, micro_batch: int) -> int:
+    """What the random numbers of one block for one micro-batch of one step start from."""
+    return (((step * 1_000_003 + block) * 1_000_003 + micro_batch) * 1_000_003 + seed) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class Compute:
+    """Runs the blocks' modules, and adds up their gradients and losses on the device."""
+
+    def __init__(
+        self,
+        blocks: Sequence[FlatBlock],
+        buffers: Buffers,
+        *,
+        device: torch.device,
+        seed: int,
+        vertical: bool,
+        compile: bool,
+    ) -> None:
+        self._blocks = blocks
+        self._buffers = buffers
+        self._device = device
+        self._seed = seed
+        self._vertical = vertical
+        modules = [block.module for block in blocks if block.module is not None]
+        last = len(modules) - 1
+        # Layers of one structure share their compiled code; embedding and head run once per step and micro-batch.
+        self._forward = [
+            torch.compile(module) if compile and 0 < number < last else module for number, module in enumerate(modules)
+        ]
+        self._recompute = {
+            number: torch.compile(Recompute(module))
+            for number, module in enumerate(modules)
+            if compile and 0 < number < last
+        }
+        self._bound: dict[int, int] = {}
+
+    def set_training(self, training: bool) -> None:
+        for block in self._blocks:
+            if block.module is not None and block.module.training != training:
+                block.module.train(training)
+
+    def size_of_activation(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Bytes of the embedding's output for a batch, found by running it on whatever is in its slot."""
+        self._bind(0, [("weights", self._buffers.plan.blocks[0].pool, 0)])
+        module = self._blocks[0].module
+        assert module is not None
+        with torch.no_grad():
+            hidden = module(batch)
+        if not isinstance(hidden, torch.Tensor):
+            raise ConfigError(f"embed returned a {type(hidden).__name__}: a block must return one tensor")
+        return int(hidden.nbytes)
+
+    # Ops
+
+    def forward(self, op: Op, context: StepContext) -> int:
+        plan = self._buffers.plan
+        self._bind(op.block, op.reads)
+        source = self._input(op, context) if op.block else None
+        if plan.keeps_graph(op.block) and context.training:
+            assert source is not None
+            # A copy: the slot is used again before the backward.
+            source = source.clone().requires_grad_(op.block > plan.lowest)
+            with torch.enable_grad():
+                hidden, side = self._call(op, context, source)
+            context.graphs[op.block, op.index] = ((hidden, side), source)
+        else:
+            with torch.no_grad():
+                hidden, side = self._call(op, context, source)
+        if side is not None:
+            self._blocks[op.block].module.keep_side(context.batches[op.index], side.detach())  # type: ignore[union-attr,operator]
+        self._output(op, context, hidden.detach())
+        return 0
+
+    def evaluate(self, op: Op, context: StepContext) -> int:
+        self._bind(op.block, op.reads)
+        with torch.no_grad():
+            loss, _ = self._call(op, context, self._input(op, context) if op.block else None)
+        self._add_loss(loss, context)
+        return 0
+
+    def backward(self, op: Op, context: StepContext) -> int:
+        block, lowest = self._blocks[op.block], self._buffers.plan.lowest
+        self._bind(op.block, op.reads)
+        names = [name for name, parameter in block.parameters.items() if parameter.requires_grad]
+        inputs = [block.parameters[name] for name in names]
+        outputs, hidden = context.graphs.pop((op.block, op.index), (None, None))
+        if hidden is None and op.block:
+            hidden = self._input(op, context).requires_grad_(op.block > lowest)
+        if op.block > lowest:
+            assert hidden is not None
+            inputs.append(hidden)  # type: ignore[arg-type]
+        roots, seeds = self._roots(op, context, outputs, hidden)
+        if not roots[0].requires_grad:
+            raise ConfigError(f"{block.name} returned a tensor without a gradient: check the module")
+        gradients = list(torch.autograd.grad(roots, inputs, seeds, allow_unused=True))
+        if op.block > lowest:
+            below = gradients.pop()
+            if below is None:
+                raise ConfigError(f"{block.name} does not pass a gradient to its input: check the module")
+            position = 1 if block.shape.num_trainable else 0
+            self._buffers.view(op.writes[position], op.block, op.index, context).copy_(below)
+        self._accumulate(op, block, dict(zip(names, gradients, strict=True)))
+        return 0
+
+    # Running a module
+
+    def _roots(
+        self, op: Op, context: StepContext, outputs: Outputs | None, hidden: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Where the backward of a block starts, and the gradients of the loss there. Runs the block unless its
+        outputs were kept."""
+        is_last = self._is_last(op)
+        seed = None if is_last else self._buffers.view(op.reads[2 if op.block else 1], op.block + 1, op.index, context)
+        with torch.enable_grad():
+            if outputs is None and op.block in self._recompute:
+                assert hidden is not None
+                extra = self._extra_inputs(op, context)
+                self._seed_random(op, context)
+                outputs, seed = self._pair(op, self._recompute[op.block](hidden, seed, *extra)), None
+            elif outputs is None:
+                outputs = self._call(op, context, hidden)
+        output, side = outputs
+        if is_last:
+            self._add_loss(output, context)
+            seed = torch.full_like(output, 1.0 / context.num_targets)
+        if side is None or not side.requires_grad:
+            return [output], [seed]
+        of_side = self._blocks[op.block].module.side_gradient(context.batches[op.index])  # type: ignore[union-attr,operator]
+        return [output, side], [seed, of_side / context.num_targets]
+
+    def _call(self, op: Op, context: StepContext, hidden: torch.Tensor | None) -> Outputs:
+        batch = context.batches[op.index]
+        if op.block == 0:
+            arguments: tuple[object, ...] = (batch,)
+        elif self._is_last(op):
+            arguments = (hidden, batch)
+        else:
+            arguments = (hidden, *self._extra_inputs(op, context))
+        self._seed_random(op, context)
+        version = None if hidden is None else hidden._version
+        output = self._forward[op.block](*arguments)
+        if hidden is not None and hidden._version != version:
+            raise ConfigError(
+                f"{self._blocks[op.block].name} changes its input in place, which the backward needs as it was: let it "
+                "work on a copy"
+            )
+        return self._pair(op, output)
+
+    def _extra_inputs(self, op: Op, context: StepContext) -> tuple[object, ...]:
+        """What a layer asks for besides the hidden state; before seeding, since it may draw random numbers."""
+        ask = getattr(self._blocks[op.block].module, "extra_inputs", None)
+        return () if ask is None else ask(context.batches[op.index])
+
+    def _pair(self, op: Op, output: object) -> Outputs:
+        block = self._blocks[op.block]
+        side = None
+        if isinstance(output, tuple) and len(output) == 2 and hasattr(block.module, "side_gradient"):
+            output, side = output
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(f"{block.name} returned a {type(output).__name__}: a block must return one tensor")
+        if self._is_last(op):
+            if output.dim():
+                raise ConfigError(
+                    f"head returned a tensor of shape {tuple(output.shape)}: it must return the summed loss"
+                )
+            output = output.float() if output.dtype != torch.float64 else output
+        return output, side
+
+    def _is_last(self, op: Op) -> bool:
+        return op.block == self._buffers.plan.num_compute - 1
+
+    def _bind(self, block: int, reads: Sequence[Resource]) -> None:
+        """Points a block's parameters at the device slot that holds their values."""
+        slot, shared = slot_number(reads[0]), self._buffers.plan.shared
+        if self._bound.get(block) != slot:
+            self._bound[block] = slot
+            self._point(self._blocks[block], self._buffers.weights(reads[0]))
+        if shared is not None and shared not in self._bound:
+            self._bound[shared] = 0
+            self._point(self._blocks[shared], self._buffers.weights(("weights", "shared", 0)))
+
+    @staticmethod
+    def _point(block: FlatBlock, weights: torch.Tensor) -> None:
+        for place in block.places:
+            block.parameters[place.name].data = weights[place.offset : place.end].view(place.shape)
+
+    def _seed_random(self, op: Op, context: StepContext) -> None:
+        """The same random numbers in forward and recompute, whatever the order of the ops."""
+        number = block_seed(self._seed, context.step, op.block, op.index)
+        torch.default_generator.manual_seed(number)
+        if self._device.type == "cuda":
+            index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+            torch.cuda.default_generators[index].manual_seed(number)
+
+    # Input and output
+
+    def _input(self, op: Op, context: StepContext) -> torch.Tensor:
+        return self._buffers.view(op.reads[1], op.block, op.index, context).detach()
+
+    def _output(self, op: Op, context: StepContext, hidden: torch.Tensor) -> None:
+        name, dtype = self._blocks[op.block].name, self._buffers.dtype
+        if hidden.dtype != dtype:
+            raise ConfigError(f"{name} returned {hidden.dtype}, the engine computes in {dtype}: cast its output")
+        nbytes, room = hidden.numel() * dtype.itemsize, self._buffers.step.activation_bytes
+        if nbytes > room:
+            raise ConfigError(
+                f"{name} returned {nbytes} bytes for one micro-batch, the embedding {room}: every block must keep the "
+                "size of its input"
+            )
+        context.shapes[op.block + 1, op.index] = hidden.shape
+        self._buffers.view(op.writes[0], op.block + 1, op.index, context).copy_(hidden)
+
+    # Sums over micro-batches
+
+    def _accumulate(self, op: Op, block: FlatBlock, gradients: dict[str, torch.Tensor | None]) -> None:
+        """Adds in fp32 to the gradient slots; the first micro-batch of a step sets them."""
+        plan, largest_of = self._buffers.plan, self._buffers.device.largest
+        if block.shape.num_trainable:
+            total = self._buffers.gradients(op.writes[0])
+            if op.first:
+                for start, end in block.gaps():
+                    total[start:end].zero_()
+            for place in block.places:
+                if place.trainable:
+                    view = total[place.offset : place.end].view(place.shape)
+                    _add(view, gradients[place.name], fresh=op.first)
+            if op.last and not plan.clipping:
+                largest = torch.linalg.vector_norm(total[: block.shape.num_trainable], math.inf)
+                if not self._vertical and op.index:  # here over all micro-batches: the sum in RAM lags behind
+                    largest = torch.maximum(largest, largest_of[op.block])
+                largest_of[op.block].copy_(largest)
+        if plan.trains_shared and block.shared:
+            self._accumulate_shared(op, block, gradients)
+
+    def _accumulate_shared(self, op: Op, block: FlatBlock, gradients: dict[str, torch.Tensor | None]) -> None:
+        plan, shared = self._buffers.plan, self._blocks[-1]
+        total = self._buffers.gradients(("gradients", "shared", 0))[: shared.shape.num_trainable]
+        if op.first_shared:
+            total.zero_()
+        places = {place.name: place for place in shared.places}
+        for name, shared_name in block.shared.items():
+            place = places[shared_name]
+            if place.trainable:
+                _add(total[place.offset : place.end].view(place.shape), gradients[name], fresh=False)
+        if not plan.clipping:
+            self._buffers.device.largest[plan.shared].copy_(torch.linalg.vector_norm(total, math.inf))
+
+    def _add_loss(self, loss: torch.Tensor, context: StepContext) -> None:
+        losses = self._buffers.device.losses
+        if not context.loss_started:
+            losses.zero_()
+            context.loss_started = True
+        losses.add_(loss.detach())
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor | None, *, fresh: bool) -> None:
+    if fresh:
+        total.zero_() if gradient is None else total.copy_(gradient)
+    elif gradient is not None:
+        total.add_(gradient)

@@ -1,0 +1,37 @@
+"""What the ops of one call of step() or evaluate() have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from greedysnake.ops import Op
+
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+"""What a block returns: the hidden state or the loss, and for some layers a second tensor that the loss depends on."""
+
+
+@dataclass
+class StepContext:
+    """One call of step() or evaluate(): what its ops need to know."""
+
+    step: int
+    batches: Sequence[Mapping[str, torch.Tensor]]
+    num_targets: int
+    lr: float
+    training: bool = True
+    loss_started: bool = False
+    shapes: dict[tuple[int, int], torch.Size] = field(default_factory=dict)
+    """Shape of the input of each block, by block and micro-batch."""
+    graphs: dict[tuple[int, int], tuple[Outputs, torch.Tensor]] = field(default_factory=dict)
+    """Outputs and input of the layers whose graph is kept, by block and micro-batch."""
+    grad_norm: float | None = None
+    skipped: bool = False
+    nbytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of tensors between blocks, by lane, each on its own thread; the ops know the rest."""
+
+    def count(self, op: Op, nbytes: int) -> None:
+        lane = op.lane.value
+        self.nbytes[lane] = self.nbytes.get(lane, 0) + nbytes

@@ -1,0 +1,162 @@
+"""What the CPU does with gradients: sums, norms, the verdict on a step, and the update of a chunk.
+
+Runs on the CPU lane's thread, in native code that releases Python's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from greedysnake import _native
+from greedysnake.ops import Op
+from greedysnake.placement import Home
+from greedysnake.runtime.buffers import Buffers
+from greedysnake.runtime.context import StepContext
+from greedysnake.runtime.flat import FlatBlock
+from greedysnake.runtime.optimizer import AdamW, Fp32Chunk, Gradient, SplitChunk, update_fp32, update_split
+from greedysnake.shapes import GRANULE, Chunk
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the updates of a step go by."""
+
+    optimizer: AdamW
+    num_updates: int
+    scale: float
+    skip: bool
+
+
+class Updates:
+    """Updates chunks where they live. Counts the updates, which the bias correction goes by."""
+
+    def __init__(
+        self,
+        blocks: Sequence[FlatBlock],
+        buffers: Buffers,
+        pool: _native.ThreadPool,
+        optimizer: AdamW,
+        *,
+        max_grad_norm: float | None,
+        pinned: bool,
+    ) -> None:
+        """`pinned`: the device copies into host memory on its own."""
+        self.num_updates = 0
+        self._blocks = blocks
+        self._buffers = buffers
+        self._pool = pool
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._verdict: Verdict | None = None
+        self._squares = [np.zeros(block.num_trainable // GRANULE) for block in buffers.plan.blocks]
+        self._loss = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=pinned)
+        self._largest = torch.zeros(len(blocks), dtype=torch.float32, device="cpu", pin_memory=pinned)
+        """Of each block, the largest absolute gradient of its last backward."""
+
+    def loss_sum(self) -> float:
+        """The summed loss that the last L op brought to the host."""
+        return float(self._loss.item())
+
+    def blocks_not_finite(self) -> list[str]:
+        """Blocks whose last gradient was not finite; known when all downloads of a step have ended."""
+        if self._buffers.plan.clipping:
+            return []
+        return [block.name for number, block in enumerate(self._blocks) if not self._is_finite(number)]
+
+    def _is_finite(self, block: int) -> bool:
+        return math.isfinite(self._largest[block].item())
+
+    # From the device, on the lane of downloads
+
+    def take_loss(self) -> int:
+        self._loss.copy_(self._buffers.device.losses, non_blocking=True)
+        return self._loss.nbytes
+
+    def take_largest(self, block: int) -> None:
+        self._largest[block].copy_(self._buffers.device.largest[block], non_blocking=True)
+
+    # Ops
+
+    def accumulate(self, op: Op, context: StepContext) -> int:
+        total = self._buffers.chunk_gradient(op.writes[0], op)
+        part = self._buffers.chunk_gradient(op.reads[0], op)
+        count = self._buffers.chunk(op).num_params
+        if op.first:
+            ctypes.memmove(total.data_ptr(), part.data_ptr(), count * self._buffers.plan.precision.gradient_bytes)
+        else:
+            _native.add_fp32(self._pool, total.data_ptr(), part.data_ptr(), count)
+        return 0
+
+    def squares(self, op: Op, context: StepContext) -> int:
+        chunk = self._buffers.chunk(op)
+        partials = self._squares[op.block][chunk.start // GRANULE :]
+        address = self._buffers.chunk_gradient(op.reads[0], op).data_ptr()
+        _native.sum_of_squares(self._pool, address, "float32", chunk.num_params, partials.ctypes.data, GRANULE)
+        return 0
+
+    def decide(self, op: Op, context: StepContext) -> int:
+        """Whether the step counts, and by which rate, bias correction and scale its updates go."""
+        finite = math.isfinite(self._loss.item())
+        scale = 1.0
+        if self._buffers.plan.clipping:
+            assert self._max_grad_norm is not None
+            norm = math.sqrt(math.fsum(float(partials.sum()) for partials in self._squares if len(partials)) or 0.0)
+            context.grad_norm = norm
+            finite = finite and math.isfinite(norm)
+            scale = min(1.0, self._max_grad_norm / (norm + CLIP_EPSILON)) if finite else 1.0
+        if finite:
+            self.num_updates += 1
+        context.skipped = not finite
+        optimizer = replace(self._optimizer, lr=context.lr)
+        self._verdict = Verdict(optimizer, self.num_updates, scale, skip=not finite)
+        return 0
+
+    def update(self, op: Op, context: StepContext) -> int:
+        verdict = self._verdict
+        assert verdict is not None
+        if verdict.skip:
+            return 0
+        if not self._buffers.plan.clipping and not self._is_finite(op.block):
+            return 0
+        chunk = self._buffers.chunk(op)
+        for start, end, decay in self._decay_ranges(op.block, chunk):
+            self._adamw(op, chunk, start, end, replace(verdict.optimizer, weight_decay=decay), verdict)
+        return 0
+
+    def _decay_ranges(self, block: int, chunk: Chunk) -> list[tuple[int, int, float]]:
+        """Cuts a chunk where weight decay ends; offsets within the chunk."""
+        boundary = min(max(self._blocks[block].decay_end - chunk.start, 0), chunk.num_params)
+        ranges = [(0, boundary, self._optimizer.weight_decay), (boundary, chunk.num_params, 0.0)]
+        return [(start, end, decay) for start, end, decay in ranges if end > start]
+
+    def _adamw(self, op: Op, chunk: Chunk, start: int, end: int, optimizer: AdamW, verdict: Verdict) -> None:
+        plan, host = self._buffers.plan, self._buffers.host
+        precision, home = plan.precision, plan.homes[op.block][op.index]
+        slot = next((part for part in op.writes if str(part[0]).startswith("update.")), None)
+        base = 0 if slot is None else self._buffers.update_slot(slot, op).data_ptr()
+        weight = host.weights[op.block, op.index].data_ptr() if home.weight is Home.RAM else base
+        if home.state is Home.RAM:
+            state = host.state[op.block, op.index].data_ptr()
+        else:
+            state = base + chunk.num_params * precision.weight_bytes
+        exp_avg = state + chunk.num_params * precision.residual_bytes
+        exp_avg_sq = exp_avg + chunk.num_params * 4
+        gradient = self._buffers.chunk_gradient(op.reads[1], op).data_ptr()
+        values = Gradient(gradient + start * precision.gradient_bytes, "float32", end - start)
+        weight += start * precision.weight_bytes
+        moments = (exp_avg + start * 4, exp_avg_sq + start * 4, end - start)
+        step, scale = verdict.num_updates, verdict.scale
+        if precision.residual_bytes:
+            split = SplitChunk(weight, state + start * precision.residual_bytes, *moments)
+            update_split(self._pool, optimizer, split, values, step=step, grad_scale=scale)
+        else:
+            update_fp32(self._pool, optimizer, Fp32Chunk(weight, *moments), values, step=step, grad_scale=scale)
