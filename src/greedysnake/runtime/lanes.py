@@ -172,6 +172,15 @@ class LaneRunner:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
+    def drain(self) -> None:
+        """Once the thread has ended: waits for what the device still does, since it uses its buffers."""
+        if self.stream is None:
+            return
+        try:
+            self.stream.synchronize()
+        except Exception as error:
+            self._failure.set(error, None)  # the first failure is kept; mostly this is the same one again
+
     @property
     def num_submitted(self) -> int:
         return self._num_submitted

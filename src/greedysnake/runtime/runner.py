@@ -111,11 +111,14 @@ class Runner:
         self._failure.set(error, None)
 
     def close(self) -> None:
-        """Ends all threads once what is in flight has ended; what is queued is dropped."""
+        """Ends all threads once what is in flight has ended, on the device too: after this, buffers may be freed. What
+        is queued is dropped."""
         # After an interrupt between two ops, the lanes wait for compute ops that never come.
         self._failure.set(None, None)
         for lane in self._lanes.values():
             lane.close()
+        for lane in self._lanes.values():
+            lane.drain()
         sys.setswitchinterval(self._old_switch_interval_s)
 
     def _guard(self, call: Callable[[], None], op: Op | None) -> None:

@@ -1,0 +1,55 @@
+"""Lanes from beginning to end: what is closed is at rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import greedysnake as gs
+from greedysnake.ops import Kind, Lane, Op
+from greedysnake.runtime.runner import Runner
+
+
+class Stream:
+    """Stands for a CUDA stream: notes how many lanes still have a thread when somebody waits for it."""
+
+    def __init__(self, runner: Runner, error: Exception | None = None) -> None:
+        self.runner = runner
+        self.error = error
+        self.lanes_alive: list[int] = []
+
+    def synchronize(self) -> None:
+        threads = [lane._thread for lane in self.runner._lanes.values()]
+        self.lanes_alive.append(sum(thread is not None and thread.is_alive() for thread in threads))
+        if self.error:
+            raise self.error
+
+
+def with_streams(runner: Runner, **errors: Exception) -> list[Stream]:
+    """A runner on the CPU gets streams as it would have on a GPU; no op may be run on these lanes."""
+    streams = []
+    for lane in (Lane.COMPUTE, Lane.UPLOAD, Lane.DOWNLOAD):
+        streams.append(Stream(runner, errors.get(lane.name)))
+        runner._lanes[lane].stream = streams[-1]  # type: ignore[assignment]
+    return streams
+
+
+def test_closing_waits_for_all_streams_when_nothing_can_be_launched_any_more() -> None:
+    runner = Runner(torch.device("cpu"))
+    streams = with_streams(runner)
+    runner.close()
+    assert [stream.lanes_alive for stream in streams] == [[0]] * 3
+
+
+def test_error_of_a_stream_hides_neither_the_first_error_nor_the_other_streams() -> None:
+    runner = Runner(torch.device("cpu"))
+    streams = with_streams(runner, COMPUTE=RuntimeError("illegal memory access"))
+
+    def fail(op: Op) -> int:
+        raise ValueError("first")
+
+    linked = runner.link([Op(Kind.VERDICT, 0, 0, (), (("verdict",),))])
+    runner.run(linked, 0, fail)
+    with pytest.raises(gs.OpError, match=r"N0\.0: ValueError: first"):
+        runner.wait()
+    assert all(stream.lanes_alive for stream in streams)
