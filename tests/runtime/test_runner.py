@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import greedysnake as gs
 from greedysnake.ops import Kind, Lane, Op
-from greedysnake.runtime.runner import Runner
+from greedysnake.runtime.runner import SWITCH_INTERVAL_S, Runner
 
 
 class Stream:
@@ -53,3 +57,25 @@ def test_error_of_a_stream_hides_neither_the_first_error_nor_the_other_streams()
     with pytest.raises(gs.OpError, match=r"N0\.0: ValueError: first"):
         runner.wait()
     assert all(stream.lanes_alive for stream in streams)
+
+
+# Python's switch interval
+
+
+@pytest.fixture(params=[0.007, 0.0001])
+def interval_s(request: pytest.FixtureRequest) -> Iterator[float]:
+    """A long one, which runners shorten, and a short one, which they leave."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(request.param)
+    yield sys.getswitchinterval()
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_switch_interval_comes_back_with_the_last_runner_in_any_order(order: list[int], interval_s: float) -> None:
+    runners = [Runner(torch.device("cpu")) for _ in range(3)]
+    for number in order:
+        assert sys.getswitchinterval() == pytest.approx(min(SWITCH_INTERVAL_S, interval_s))
+        runners[number].close()
+        runners[number].close()  # as after a failure: does not count twice
+    assert sys.getswitchinterval() == interval_s

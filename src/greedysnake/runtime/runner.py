@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -24,6 +25,35 @@ SSD_DEPTH = 3
 """Chunks that a lane of the SSD has in flight: the next is queued before one ends."""
 
 
+class SwitchInterval:
+    """Python's switch interval: short while any runner is open, then what it was before the first.
+
+    It belongs to the process, and so do these counts. Runners may be closed in any order.
+    """
+
+    _lock = threading.RLock()  # one that may be taken again: garbage collection closes runners too
+    _num_open = 0
+    _before_s: float | None = None
+
+    @classmethod
+    def shorten(cls) -> None:
+        """A lane's thread that comes back from native code must not wait 5 ms for the thread that launches kernels."""
+        with cls._lock:
+            cls._num_open += 1
+            if cls._before_s is None:
+                cls._before_s = sys.getswitchinterval()
+                if cls._before_s > SWITCH_INTERVAL_S:
+                    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    @classmethod
+    def give_back(cls) -> None:
+        with cls._lock:
+            cls._num_open -= 1
+            if cls._num_open == 0 and cls._before_s is not None:
+                sys.setswitchinterval(cls._before_s + 5e-7)  # Python cuts it to whole microseconds
+                cls._before_s = None
+
+
 class Runner:
     """Lanes that live as long as the engine. The compute lane is the thread that calls run()."""
 
@@ -31,9 +61,6 @@ class Runner:
         self._failure = Failure()
         clock = Clock(device)
         self._records: list[Record] = []
-        # A lane's thread that comes back from native code must not wait 5 ms for the thread that launches kernels.
-        self._old_switch_interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._old_switch_interval_s))
         self._hazards = Hazards()
         self._lanes: dict[Lane, LaneRunner] = {}
         for lane in Lane:
@@ -43,6 +70,8 @@ class Runner:
             self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=depth)
             if lane is not Lane.COMPUTE:
                 self._lanes[lane].start()
+        self._switches_fast = True
+        SwitchInterval.shorten()
 
     @property
     def compute_stream(self) -> torch.cuda.Stream | None:
@@ -119,7 +148,9 @@ class Runner:
             lane.close()
         for lane in self._lanes.values():
             lane.drain()
-        sys.setswitchinterval(self._old_switch_interval_s)
+        if self._switches_fast:  # closing may be called again
+            self._switches_fast = False
+            SwitchInterval.give_back()
 
     def _guard(self, call: Callable[[], None], op: Op | None) -> None:
         """Turns the failure of any op, here or on another lane, into one error that names it."""
