@@ -28,6 +28,7 @@ from greedysnake.runtime.updates import Updates
 from reference import (
     OPTIMIZER,
     Batch,
+    Embed,
     Head,
     Layer,
     Parts,
@@ -97,6 +98,47 @@ def test_blocks_that_own_no_parameter_train_as_plain_pytorch(make: object, tmp_p
     expected = train_reference(copy.deepcopy(parts), OPTIMIZER, batches, 3)
     found = train_engine(parts.sequential(), batches, 3, storage=[tmp_path], dtype="float32", chunk_params=2048)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+class Spare(Embed):
+    """Has a matrix that only some batches use. With `listed` its gradient is zero in the others, without it is None."""
+
+    def __init__(self, *, listed: bool) -> None:
+        super().__init__(37, 32)
+        self.spare = nn.Parameter(torch.randn(32, 32) * 0.1)
+        self.listed = listed
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = super().forward(batch)
+        if bool(batch["use"]):
+            return hidden + hidden @ self.spare
+        return hidden + 0 * self.spare.sum() if self.listed else hidden
+
+
+def with_spare(*, listed: bool) -> Parts:
+    parts = make_parts()
+    torch.manual_seed(1)
+    return Parts(Spare(listed=listed), parts.layers, parts.head)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"schedule": "horizontal"}])
+def test_parameter_that_a_step_does_not_use_has_a_gradient_of_zero(options: Any, tmp_path: Path) -> None:
+    """Moments shrink and weight decay applies, where torch's AdamW would leave out a parameter without gradient."""
+
+    def batches(step: int) -> list[Batch]:
+        return [{**batch, "use": torch.tensor(step == 1)} for batch in make_batches(2, step)]
+
+    def spare_of(parts: Parts) -> torch.Tensor:
+        clip = options.get("max_grad_norm")
+        return train_reference(parts, OPTIMIZER, batches, 4, max_grad_norm=clip).parameters["embed.spare"]
+
+    with make_engine(with_spare(listed=False), tmp_path, **options) as engine:
+        for step in range(4):
+            engine.step(batches(step))
+        found = dict(engine.named_parameters())["embed.spare"]
+    # Rounding in the last place of fp32, of gradients that are as small as 1e-6.
+    torch.testing.assert_close(found, spare_of(with_spare(listed=True)), rtol=1e-4, atol=1e-5)
+    assert float((found - spare_of(with_spare(listed=False))).abs().max()) > 1e-3
 
 
 def loss_of(parts: Parts, batches: list[Batch]) -> float:

@@ -51,6 +51,10 @@ class Engine:
     """Trains a model whose weights and optimizer state live on SSD and in RAM.
 
     One thread calls its methods. After an error in a step the engine is closed; what was saved is intact.
+
+    A parameter that a step does not use has a gradient of zero: its moments and, with weight decay, its values shrink.
+    (torch.optim.AdamW leaves out a parameter whose `grad` is None.) What is not to change is frozen by
+    `requires_grad_(False)` before the engine is made.
     """
 
     def __init__(
@@ -144,14 +148,7 @@ class Engine:
             self._compute = Compute(
                 self._blocks, self._buffers, device=self.device, seed=seed, vertical=self._vertical, compile=compile
             )
-            self._updates = Updates(
-                self._blocks,
-                self._buffers,
-                self._pool,
-                optimizer,
-                max_grad_norm=max_grad_norm,
-                pinned=self.device.type == "cuda",
-            )
+            self._updates = Updates(self._blocks, self._buffers, self._pool, optimizer, max_grad_norm=max_grad_norm)
             self._actions = Actions(self._buffers, self._store, self._compute, self._updates, self.device)
             if resume:
                 self._take_over()

@@ -47,9 +47,7 @@ class Updates:
         optimizer: AdamW,
         *,
         max_grad_norm: float | None,
-        pinned: bool,
     ) -> None:
-        """`pinned`: the device copies into host memory on its own."""
         self.num_updates = 0
         self._blocks = blocks
         self._buffers = buffers
@@ -58,6 +56,7 @@ class Updates:
         self._max_grad_norm = max_grad_norm
         self._verdict: Verdict | None = None
         self._squares = [np.zeros(block.num_trainable // GRANULE) for block in buffers.plan.blocks]
+        pinned = buffers.device.losses.is_cuda  # so that the device copies there on its own
         self._loss = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=pinned)
         self._largest = torch.zeros(len(blocks), dtype=torch.float32, device="cpu", pin_memory=pinned)
         """Of each block, the largest absolute gradient of its last backward."""
