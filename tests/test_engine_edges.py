@@ -469,6 +469,89 @@ def test_layer_that_changes_its_input_in_place_is_refused(
         engine.step(make_batches(2, 0))
 
 
+class Counting(nn.Module):
+    """A layer that remembers something: in place, or in a new tensor each time."""
+
+    def __init__(self, *, in_place: bool, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.in_place = in_place
+        self.register_buffer("fixed", torch.ones(32))
+        self.register_buffer("mean", torch.zeros(32), persistent=persistent)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mean = hidden.detach().mean((0, 1))
+        if self.training and self.in_place:
+            self.mean.mul_(0.9).add_(mean)
+        elif self.training:
+            self.mean = self.mean * 0.9 + mean
+        return self.linear(hidden) * self.fixed  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32, **options)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.norm(hidden.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class NormedHead(Head):
+    def __init__(self) -> None:
+        super().__init__(37, 32)
+        self.batch_norm = Normed()
+
+    def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return super().forward(self.batch_norm(hidden), batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "horizontal"}, {"placement": gs.Placement(graphs_device=1)}])
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [
+        (lambda: Counting(in_place=True, persistent=True), "mean"),
+        (lambda: Counting(in_place=True, persistent=False), "mean"),
+        (lambda: Counting(in_place=False, persistent=True), "mean"),
+        (Normed, r"norm\.\w+"),
+    ],
+)
+def test_layer_that_changes_a_buffer_is_refused(layer: Any, name: str, options: Any, tmp_path: Path) -> None:
+    """The backward would run it again, and no checkpoint has it."""
+    parts = make_parts()
+    engine = make_engine(Parts(parts.embed, [parts.layers[0], layer()], parts.head), tmp_path, **options)
+    message = rf"F2\.\d: layers\.1 changes its buffer {name} in the forward.*LayerNorm instead"
+    with engine:
+        engine.evaluate(make_batches(2, 0))  # where nothing is changed
+        with pytest.raises(gs.ConfigError, match=message):
+            engine.step(make_batches(2, 0))
+
+
+def test_head_that_changes_a_buffer_is_refused(tmp_path: Path) -> None:
+    engine = make_engine(Parts(make_parts().embed, [], NormedHead()), tmp_path)
+    with engine, pytest.raises(gs.ConfigError, match=r"head changes its buffer batch_norm\.norm\.\w+"):
+        engine.step(make_batches(2, 0))
+
+
+def test_compiled_layer_that_changes_a_buffer_is_refused(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    parts = make_parts()
+    layers = [parts.layers[0], Counting(in_place=True, persistent=True)]
+    engine = make_engine(Parts(parts.embed, layers, parts.head), tmp_path, compile=True)
+    with engine, pytest.raises(gs.ConfigError, match=r"layers\.1 changes its buffer mean"):
+        engine.step(make_batches(2, 0))
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: Counting(in_place=False, persistent=False), lambda: Normed(track_running_stats=False)]
+)
+def test_layer_with_buffers_that_are_a_cache_or_do_not_change_is_fine(layer: Any, tmp_path: Path) -> None:
+    parts = make_parts()
+    with make_engine(Parts(parts.embed, [layer()], parts.head), tmp_path) as engine:
+        first = engine.step(make_batches(2, 0)).loss
+        assert engine.step(make_batches(2, 0)).loss < first
+
+
 class Pair(nn.Embedding):
     def forward(self, batch: Batch) -> tuple[torch.Tensor]:  # type: ignore[override]
         return (super().forward(batch["ids"]),)

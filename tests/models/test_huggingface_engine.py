@@ -43,6 +43,18 @@ def test_kept_graphs_and_the_horizontal_schedule_give_the_same(family: str, tmp_
     assert_close(train(config, tmp_path / "horizontal", schedule="horizontal"), wanted)
 
 
+def test_rotary_embeddings_that_are_exchanged_for_longer_sequences_are_no_state_to_refuse(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = make_config("llama", rope_scaling=rope, max_position_embeddings=8)
+    with gs.Engine(gs.load_model(config, seed=1), OPTIMIZER, storage=[tmp_path], ram="64MiB") as engine:
+        module = engine._blocks[0].module
+        assert module is not None
+        before = dict(module.named_buffers())
+        engine.step(make_batches(0))  # of 12 tokens
+        after = dict(module.named_buffers())
+    assert any("inv_freq" in name and after[name] is not value for name, value in before.items())
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
 def test_dropout_is_the_same_in_the_recompute(family: str, tmp_path: Path) -> None:
     """A kept graph has the masks of the forward; a recompute must draw the same."""

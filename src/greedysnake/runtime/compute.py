@@ -6,7 +6,8 @@ Runs on the thread that calls step(). The weights are where the op says; this po
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -54,6 +55,8 @@ class Compute:
             if compile and 0 < number < last
         }
         self._bound: dict[int, int] = {}
+        self._unwatched = set(range(len(modules)))
+        """Blocks whose first forward in training is still to come."""
 
     def set_training(self, training: bool) -> None:
         for block in self._blocks:
@@ -159,13 +162,36 @@ class Compute:
             arguments = (hidden, *self._extra_inputs(op, context))
         self._seed_random(op, context)
         version = None if hidden is None else hidden._version
-        output = self._forward[op.block](*arguments)
+        with self._buffers_watched(op.block, context):
+            output = self._forward[op.block](*arguments)
         if hidden is not None and hidden._version != version:
             raise ConfigError(
                 f"{self._blocks[op.block].name} changes its input in place, which the backward needs as it was: let it "
                 "work on a copy"
             )
         return self._pair(op, output)
+
+    @contextmanager
+    def _buffers_watched(self, number: int, context: StepContext) -> Iterator[None]:
+        """Refuses a module that has state besides its parameters. Looks once, and never within compiled code.
+
+        Non-persistent buffers may be exchanged: rotary embeddings keep what they computed for the longest sequence.
+        """
+        if not context.training or number not in self._unwatched:
+            yield
+            return
+        self._unwatched.remove(number)
+        module = self._blocks[number].module
+        assert module is not None
+        before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+        yield
+        for name, buffer in module.named_buffers():
+            old, version = before.get(name, (buffer, buffer._version))
+            if old._version != version or (buffer is not old and name in module.state_dict(keep_vars=True)):
+                raise ConfigError(
+                    f"{self._blocks[number].name} changes its buffer {name} in the forward, which the backward repeats "
+                    "and no checkpoint holds: use a module without such state, e.g. LayerNorm instead of BatchNorm"
+                )
 
     def _extra_inputs(self, op: Op, context: StepContext) -> tuple[object, ...]:
         """What a layer asks for besides the hidden state; before seeding, since it may draw random numbers."""
