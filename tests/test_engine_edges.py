@@ -678,6 +678,28 @@ def test_horizontal_micro_batch_that_is_not_finite_is_seen_though_the_cpu_lags(t
         assert all(bool(value.isfinite().all()) for _, value in engine.named_parameters())
 
 
+class HugeEmbed(PoisonedEmbed):
+    """The gradient of every micro-batch is finite, the sum of two is not."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        weight = self.weight.clone()
+        if weight.requires_grad:
+            weight.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
+        return functional.embedding(batch["ids"], weight)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_sum_of_micro_batches_that_overflows_is_not_applied(schedule: str, alpha: float, tmp_path: Path) -> None:
+    model = Parts(HugeEmbed(), [], Head(37, 32))
+    before = {name: value.detach().clone() for name, value in model.named_parameters().items()}
+    with make_engine(model, tmp_path, schedule=schedule, alpha=alpha) as engine:
+        with pytest.warns(RuntimeWarning, match="the gradient of embed is not finite"):
+            assert engine.step(make_batches(2, 0)).skipped
+        assert torch.equal(dict(engine.named_parameters())["embed.weight"], before["embed.weight"])
+        assert not engine.step(make_batches(1, 0)).skipped  # a single one has room in fp32
+
+
 def test_without_checkpoints_only_what_lives_on_the_drive_has_room_there(tmp_path: Path) -> None:
     """A run that fits no other way: the same training, less of the disk, and no promise that cannot be kept."""
 

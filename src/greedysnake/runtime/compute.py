@@ -273,8 +273,9 @@ class Compute:
                     _add(view, gradients[place.name], fresh=op.first)
             if op.last and not plan.clipping:
                 largest = torch.linalg.vector_norm(total[: block.shape.num_trainable], math.inf)
-                if not self._vertical and op.index:  # here over all micro-batches: the sum in RAM lags behind
-                    largest = torch.maximum(largest, largest_of[op.block])
+                if not self._vertical and op.index:
+                    # The sum in RAM lags behind and may overflow. No element of it is larger than the sum of these.
+                    largest = largest + largest_of[op.block]
                 largest_of[op.block].copy_(largest)
         if plan.trains_shared and block.shared:
             self._accumulate_shared(op, block, gradients)

@@ -27,7 +27,8 @@ class DeviceMemory:
         self.weights: dict[tuple[str, int], torch.Tensor] = {}
         self.gradients: dict[tuple[str, int], torch.Tensor] = {}
         self.largest = torch.zeros(len(plan.blocks), dtype=torch.float32, device=device)
-        """Of each block, the largest absolute value of its gradient: not finite when any of it is not."""
+        """Of each block, the largest absolute value of its gradient, or in a horizontal step the sum of those of its
+        micro-batches: not finite when any of it is not."""
         for pool, (num_weights, num_gradients) in slots.items():
             members = [block for block in plan.blocks if block.pool == pool]
             num_params = max((block.num_params for block in members), default=0)

@@ -59,7 +59,7 @@ class Updates:
         pinned = buffers.device.losses.is_cuda  # so that the device copies there on its own
         self._loss = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=pinned)
         self._largest = torch.zeros(len(blocks), dtype=torch.float32, device="cpu", pin_memory=pinned)
-        """Of each block, the largest absolute gradient of its last backward."""
+        """Of each block, the bound on its last gradient that the device found."""
 
     def loss_sum(self) -> float:
         """The summed loss that the last L op brought to the host."""
