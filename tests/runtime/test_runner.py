@@ -59,6 +59,23 @@ def test_error_of_a_stream_hides_neither_the_first_error_nor_the_other_streams()
     assert all(stream.lanes_alive for stream in streams)
 
 
+def test_a_second_ctrl_c_while_closing_waits_until_no_lane_uses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(torch.device("cpu"))
+    lane = runner._lanes[Lane.DOWNLOAD]
+    right, presses = lane.close, [KeyboardInterrupt(), KeyboardInterrupt()]
+
+    def close() -> None:
+        if presses:
+            raise presses.pop()
+        right()
+
+    monkeypatch.setattr(lane, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        runner.close()
+    threads = [lane._thread for lane in runner._lanes.values() if lane._thread is not None]
+    assert threads and not any(thread.is_alive() for thread in threads)
+
+
 # Python's switch interval
 
 
@@ -71,7 +88,7 @@ def interval_s(request: pytest.FixtureRequest) -> Iterator[float]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_switch_interval_comes_back_with_the_last_runner_in_any_order(order: list[int], interval_s: float) -> None:
     runners = [Runner(torch.device("cpu")) for _ in range(3)]
     for number in order:

@@ -154,6 +154,7 @@ class Engine:
                 self._take_over()
             self._runner = Runner(self.device)
             undo.callback(self._runner.close)
+            undo.callback(self._runner.close)  # once more after an interrupt in the first: before memory is freed
             self._resources = undo.pop_all()
         # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
         weakref.finalize(self, _free_in_this_process, self._resources, self._owner)

@@ -144,13 +144,22 @@ class Runner:
         is queued is dropped."""
         # After an interrupt between two ops, the lanes wait for compute ops that never come.
         self._failure.set(None, None)
+        again: KeyboardInterrupt | None = None
         for lane in self._lanes.values():
-            lane.close()
+            ended = False
+            while not ended:
+                try:
+                    lane.close()
+                    ended = True
+                except KeyboardInterrupt as error:  # someone is impatient, but a lane may still use its buffers
+                    again = error
         for lane in self._lanes.values():
             lane.drain()
         if self._switches_fast:  # closing may be called again
             self._switches_fast = False
             SwitchInterval.give_back()
+        if again:
+            raise again
 
     def _guard(self, call: Callable[[], None], op: Op | None) -> None:
         """Turns the failure of any op, here or on another lane, into one error that names it."""
