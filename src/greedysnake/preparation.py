@@ -5,6 +5,7 @@ The one exception is the cache of tokenised data, which comes last, when everyth
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -176,7 +177,7 @@ def model_configuration(config: Config) -> Any:
             return auto.from_pretrained(config.model.path, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"model.path: config.json of {config.model.path!r} cannot be used: {error}") from error
-    values = dict(config.model.config or {})
+    values = copy.deepcopy(dict(config.model.config or {}))  # transformers changes what it is given
     kind = values.pop("model_type")
     try:
         default = auto.for_model(kind)

@@ -224,7 +224,7 @@ def _find(source: Any) -> tuple[Path | None, Any]:
     if isinstance(source, PretrainedConfig):
         return None, copy.deepcopy(source)
     if isinstance(source, Mapping):
-        return None, _from_dict(dict(source))
+        return None, _from_dict(copy.deepcopy(dict(source)))  # transformers changes what it is given
     path = Path(source)
     if not path.is_dir():
         raise ConfigError(
