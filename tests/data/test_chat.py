@@ -116,3 +116,66 @@ def test_a_piece_of_a_long_conversation_without_the_assistant_is_left_out(tmp_pa
     report = batches.report
     assert (report.num_long_documents, report.num_pieces_without_targets, batches.num_sequences) == (1, 3, 1)
     assert trained_text(ByteTokenizer(), batches) == ["yes<|end|>"]
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+@pytest.mark.parametrize("trims", [False, True])
+def test_turns_that_begin_or_end_with_spaces_keep_their_loss_and_no_other_gets_it(
+    tmp_path: Path, template: str, trims: bool
+) -> None:
+    from tokenizers import processors
+
+    marked_content = "{% generation %}{{ message['content'] }}{% endgeneration %}<|end|>"
+    template = template.replace("{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}", marked_content)
+    tokenizer = hf_tokenizer(template, merges_from=WORDS)
+    # Like that of GPT-2 and its descendants: offsets without the spaces of a token.
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+    talk = [TALK[1], {"role": "assistant", "content": "  a cat. 🐈 "}, TALK[3], {"role": "assistant", "content": " ä"}]
+    end = "" if template != CHATML else "<|end|>\n"
+    assert trained(tmp_path, tokenizer, {"messages": talk}) == [f"  a cat. 🐈 {end} ä{end}"]
+
+
+CALLS = [
+    TALK[1],
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {"at": "it"}}]},
+    {"role": "tool", "content": "a cat"},
+    TALK[2],
+]
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML, None])
+def test_tool_calls_that_the_template_leaves_out_are_a_bad_row(tmp_path: Path, template: str | None) -> None:
+    tokenizer = hf_tokenizer(template) if template else ByteTokenizer()
+    with pytest.raises(ConfigError, match=r"line 2: the chat template leaves out tool_calls \(data.chat_template can"):
+        trained(tmp_path, tokenizer, {"messages": TALK}, {"messages": CALLS})
+
+
+def test_keys_that_a_fixed_schema_adds_do_not_reach_the_template(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calling = CHATML.replace(
+        "{{ message['content'] }}",
+        "{% if 'tool_calls' in message %}{{ message.tool_calls | tojson }}{% else %}{{ message.content }}{% endif %}",
+    )
+    tokenizer = hf_tokenizer(calling)
+    other = [
+        TALK[1],
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "sit", "arguments": {"on": "mat"}}]},
+    ]
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"messages": [CALLS, other]}), path)
+    batches = make_batches(tmp_path / "cache", path, tokenizer, packing=False, sequence_length=256)
+    assert trained_text(tokenizer, batches) == [
+        '[{"name": "look", "arguments": {"at": "it"}}]<|end|>\na cat.<|end|>\n',
+        '[{"name": "sit", "arguments": {"on": "mat"}}]<|end|>\n',
+    ]
+    row = {"messages": [{**message, "tool_calls": None} for message in TALK]}
+    assert trained(tmp_path, tokenizer, row) == ["a cat.<|end|>\na mat.<|end|>\n"]
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+def test_half_of_a_character_anywhere_in_a_conversation_is_a_bad_row(tmp_path: Path, template: str) -> None:
+    row = {"messages": [{"role": "us\ud800er", "content": "a"}, TALK[2]]}
+    with pytest.raises(ConfigError, match="line 1: half of a surrogate pair in what the chat template gives"):
+        trained(tmp_path, hf_tokenizer(template), row)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from greedysnake.data.rows import RowError
-from greedysnake.data.tokenizers import quietly
+from greedysnake.data.rows import RowError, check_unicode
+from greedysnake.data.tokenizers import ByteTokenizer, quietly
 from greedysnake.errors import ConfigError
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -37,6 +38,7 @@ class Chat:
         to the template.
         """
         extra = _template_arguments(row)
+        self._require_tool_calls(messages, extra)
         if self._has_marks(bool(extra.get("tools"))):
             tokens, ignored = self._by_marks(messages, extra)
         else:
@@ -63,9 +65,47 @@ class Chat:
             )
         return str(own)
 
+    def _require_tool_calls(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+        """RowError if the template passes over tool calls: the assistant would learn to say nothing in their place."""
+        if not any(message.get("tool_calls") for message in messages):
+            return
+        as_text = {**extra, "tokenize": False, "return_dict": False}
+        without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        try:
+            is_left_out = self._apply(messages, as_text) == self._apply(without, as_text)
+        except RowError:  # for one of the two, so it looks at them; or for both, which is told later
+            return
+        if is_left_out:
+            raise RowError("the chat template leaves out tool_calls (data.chat_template can name one that has them)")
+
     def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        rendered = self._apply(messages, {**extra, "return_assistant_tokens_mask": True})
-        return list(rendered["input_ids"]), [not said for said in rendered["assistant_masks"]]
+        if isinstance(self._tokenizer, ByteTokenizer):
+            rendered = self._apply(messages, extra)
+            return list(rendered["input_ids"]), [not said for said in rendered["assistant_masks"]]
+        # Not by apply_chat_template's own mask: it looks up the tokens of a turn's first and last character, which have
+        # none where a tokenizer leaves spaces out of its offsets, and then loses turns or runs on to the end.
+        text, turns = self._render(messages, extra)
+        encoded = self._tokenize([text], return_offsets_mapping=True)
+        tokens, offsets = encoded["input_ids"][0], encoded["offset_mapping"][0]
+        return list(tokens), _outside(offsets, turns)
+
+    def _render(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and from which character to which the assistant speaks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        with _refusals():
+            template = self._tokenizer.get_chat_template(self._template, extra.get("tools"))
+            arguments = {**self._tokenizer.special_tokens_map, **extra}
+            (text,), (turns,) = render_jinja_template(  # type: ignore[no-untyped-call]
+                conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **arguments
+            )
+        return text, turns
+
+    def _tokenize(self, texts: list[str], **options: Any) -> Any:
+        """The template writes all special tokens itself."""
+        for text in texts:
+            check_unicode(text, "what the chat template gives")
+        return self._tokenizer(texts, add_special_tokens=False, **options, **self._quietly)
 
     def _tokens(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[int]:
         return list(self._apply(messages, extra)["input_ids"])
@@ -87,10 +127,7 @@ class Chat:
                     "give data.chat_template, a file with a template that has {% generation %} marks, or rows with "
                     "prompt and completion"
                 )
-        # The template writes all special tokens itself.
-        tokens, *prefixes = self._tokenizer([whole, *beginnings], add_special_tokens=False, **self._quietly)[
-            "input_ids"
-        ]
+        tokens, *prefixes = self._tokenize([whole, *beginnings])["input_ids"]
         ends = [common_prefix(prefix, tokens) for prefix in prefixes]
         ignored = [True] * len(tokens)
         for start, end in zip(ends[::2], ends[1::2], strict=True):
@@ -98,14 +135,32 @@ class Chat:
         return list(tokens), ignored
 
     def _apply(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
-        from jinja2 import TemplateError  # comes with torch
-
         template = {} if self._template is None else {"chat_template": self._template}
         fixed = {"return_dict": True, "tokenizer_kwargs": self._quietly, **template}
-        try:
+        with _refusals():
             return self._tokenizer.apply_chat_template(messages, **{**fixed, **arguments})
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise RowError(f"the chat template does not take these messages ({error})") from None
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What a template raises is about the row."""
+    from jinja2 import TemplateError  # comes with torch
+
+    try:
+        yield
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise RowError(f"the chat template does not take these messages ({error})") from None
+
+
+def _outside(offsets: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> list[bool]:
+    """For each token, from its first and last character, whether it lies outside of all turns."""
+    outside, before = [], 0
+    for start, end in offsets:
+        # Where spaces are left out of offsets, a token of spaces alone is empty: it is what follows the token before.
+        first = start if start < end else min(before, start)
+        outside.append(not any(first < turn_end and end > turn_start for turn_start, turn_end in turns))
+        before = end
+    return outside
 
 
 def _template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from greedysnake.data.chat import Chat, common_prefix
 from greedysnake.data.options import DataOptions
-from greedysnake.data.rows import Row, RowError
+from greedysnake.data.rows import Row, RowError, check_unicode
 from greedysnake.data.tokenizers import Tokenizer, quietly
 from greedysnake.errors import ConfigError
 
@@ -167,7 +167,7 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
         raise RowError(f"{_kind_of(value)} in column {column!r}, not text")
     if not value.strip() and not may_be_empty:
         raise RowError(f"no text in column {column!r}")
-    _check_unicode(value, column)
+    check_unicode(value, f"column {column!r}")
     return value
 
 
@@ -182,20 +182,14 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
             raise RowError(f"no role in message {number} of column {column!r}")
         content = message.get("content")
         if isinstance(content, str):
-            _check_unicode(content, column)
+            check_unicode(content, f"column {column!r}")
         elif content is None and not message.get("tool_calls"):
             raise RowError(f"no content in message {number} of column {column!r}")
         elif content is not None and not isinstance(content, list):
             raise RowError(f"{_kind_of(content)} as content in message {number} of column {column!r}, not text")
-    return value
+    # Some templates ask whether a message has a key. Some ask whether its content is none.
+    return [{key: part for key, part in one.items() if part is not None or key == "content"} for one in value]
 
 
 def _kind_of(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
-
-
-def _check_unicode(text: str, column: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RowError(f"half of a surrogate pair in column {column!r}, which is no character") from None

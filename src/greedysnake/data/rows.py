@@ -34,6 +34,14 @@ class RowError(Exception):
     """This row cannot be used; the message says why, without the place."""
 
 
+def check_unicode(text: str, where: str) -> None:
+    """RowError unless `text` can be written as UTF-8, which JSON's escapes do not promise."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"half of a surrogate pair in {where}, which is no character") from None
+
+
 def read_rows(source: Source, *, text_column: str) -> Iterator[Row]:
     """The rows of a file in its order. A text file is one row, its text under `text_column`."""
     if source.kind == "text":
@@ -135,4 +143,18 @@ def _dataset_rows(source: Source) -> Iterator[Row]:
 
 def _numbered(source: Source, values: Iterable[object]) -> Iterator[Row]:
     for number, value in enumerate(values, start=1):
+        if isinstance(value, dict):
+            value = {column: _without_nulls(item) for column, item in value.items()}
         yield _checked_row(f"{source.path} row {number}", value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that a fixed schema adds: every object in a column has the keys of all objects in it.
+
+    The content of a message stays, for there are templates that ask whether it is none.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    return value
