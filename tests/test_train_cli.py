@@ -84,6 +84,12 @@ def ask_for_100_terabytes(values: Values, _: Path) -> None:
     values["engine"] |= {"chunk_params": 2**28, "ram": "100TiB"}
 
 
+def validation_beyond_the_vocabulary(values: Values, directory: Path) -> None:
+    values["model"]["config"]["vocab_size"] = 258
+    values["data"] = {"paths": ["rows.jsonl"], "validation_paths": ["talk.jsonl"]}
+    (directory / "talk.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
+
+
 LLAMA = "model.config."
 MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
     "typo": (change("training.learning_rat", 1), "unknown key training.learning_rat: did you mean learning_rate?"),
@@ -104,6 +110,10 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
         "data.paths: none of the 1 rows in",
     ),
     "tokenizer of another model": (change(LLAMA + "vocab_size", 60), "model.tokenizer 'bytes' gives token"),
+    "tokens of another model in evaluation": (
+        validation_beyond_the_vocabulary,
+        "model.tokenizer 'bytes' gives token 260",
+    ),
     "too long sequences": (
         change("training.sequence_length", 65),
         "training.sequence_length is 65 and the model has 64 positions (max_position_embeddings): give 64 or less",
@@ -144,7 +154,7 @@ def test_a_mistake_is_one_sentence_that_names_the_key_and_writes_nothing(
     assert (code, len(errors.splitlines())) == (2, 1), errors
     assert errors.startswith("greedysnake: ") and sentence in errors
     after = everything_in(tmp_path)
-    if name == "tokenizer of another model":  # found by what the tokens are; the tokens stay
+    if name.startswith("token"):  # found by what the tokens are; the tokens stay
         after = {path: data for path, data in after.items() if not path.startswith(str(tmp_path / "run"))}
         assert os.listdir(tmp_path / "run") == ["data"]
     assert after == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 from rich.console import Console
 
 import greedysnake as gs
+from greedysnake import trainer
+from greedysnake.data import corpus
 from greedysnake.report.metrics import KEYS, MetricsFile
 from greedysnake.report.progress import Summary, step_line, summary_text
 from greedysnake.runtime.footprint import Footprint
@@ -69,6 +72,24 @@ def test_a_person_sees_where_everything_lives_then_lines_then_a_summary(straight
     for part in ("loss ", "lr ", " tokens/s", " busy ", "GB written", " left"):
         assert all(part in line for line in lines), part
     assert "8 of 8 steps done" in printed and "next: greedysnake export" in printed
+
+
+def test_a_person_sees_what_became_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "TOKENISING_LINE_S", 0.0)
+    monkeypatch.setattr(corpus, "PROGRESS_ROWS", 100)
+    values = values_in(tmp_path, eval_steps=4, max_steps=1, warmup_steps=0)
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"text": ""}\n{"body": "b"}\n{"text": "' + "long " * 20 + '"}\n')
+    values["data"]["max_bad_rows"] = 2
+    console = quiet()
+    train(values, console)
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert "tokenising: 100 rows, " in printed and "tokenising: 200 rows, " in printed
+    assert re.search(r"^data: 1\d\d documents, .* 1 are longer than a sequence; skipped 2 bad rows$", printed, re.M)
+    assert re.search(r"^held out: \d+ documents, ", printed, re.M)
+    assert printed.count("rows.jsonl line 201: no text in column 'text'") == 1
+    assert printed.count("rows.jsonl line 202: no column") == 1
 
 
 def test_a_finished_run_is_not_trained_again(straight: Path) -> None:
@@ -179,6 +200,15 @@ def test_epochs_make_steps_when_max_steps_does_not(tmp_path: Path) -> None:
     trainer = gs.Trainer(values_in(tmp_path, max_steps=-1, num_train_epochs=2), console=quiet())
     per_epoch = trainer.prepared.train.num_micro_batches_per_epoch
     assert trainer.prepared.num_steps == -(-per_epoch * 2 // 2)
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.1, 7), (0.7, 49), (3, 210), (1e-9, 1)])
+def test_epochs_make_no_step_too_many(tmp_path: Path, epochs: float, steps: int) -> None:
+    values = values_in(tmp_path, max_steps=-1, num_train_epochs=epochs, warmup_steps=0)
+    values["training"] |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    write_rows(tmp_path / "rows.jsonl", num_rows=70)
+    values["data"] = {"paths": [str(tmp_path / "rows.jsonl")], "packing": False}
+    assert gs.Trainer(values, console=quiet()).prepared.num_steps == steps
 
 
 def test_what_a_run_takes_is_foreseen_to_the_byte(tmp_path: Path) -> None:

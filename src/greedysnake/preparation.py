@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from greedysnake import settings
 from greedysnake.config import Config, TrainingOptions, difference
 from greedysnake.data.batches import Batches
+from greedysnake.data.corpus import Progress
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
 from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError
 from greedysnake.learning_rate import LearningRate
@@ -58,8 +60,11 @@ class Prepared:
         return self.config.training.gradient_accumulation_steps
 
 
-def prepare(config: Config) -> Prepared:
-    """Loads what is needed to check the rest; a ConfigError, PlanError or StorageError says what cannot work."""
+def prepare(config: Config, progress: Progress | None = None) -> Prepared:
+    """Loads what is needed to check the rest; a ConfigError, PlanError or StorageError says what cannot work.
+
+    `progress` is called while rows are tokenised, with the numbers of rows and tokens so far.
+    """
     resume = find_run(config)
     with _key("training."):
         require_trackers(config.training.report_to)
@@ -72,12 +77,15 @@ def prepare(config: Config) -> Prepared:
     footprint = footprint_of(config, model, model_config, ram)
     with _key("engine.storage: "):
         require_disk(footprint, config.storage)
-    train = batches_of(config, tokenizer, "train")
+    train = batches_of(config, tokenizer, "train", progress)
     _require_vocabulary(config, model_config, train)
     num_steps = _num_steps(config, train)
     with _key("training."):
         rate = config.training.rate(num_steps)
-    validation = batches_of(config, tokenizer, "validation") if config.training.eval_steps else None
+    validation = None
+    if config.training.eval_steps:
+        validation = batches_of(config, tokenizer, "validation", progress)
+        _require_vocabulary(config, model_config, validation)
     return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, resume=resume)
 
 
@@ -233,7 +241,7 @@ def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> F
         raise PlanError(f"engine.ram: {error}") from error
 
 
-def batches_of(config: Config, tokenizer: Tokenizer, split: str) -> Batches:
+def batches_of(config: Config, tokenizer: Tokenizer, split: str, progress: Progress | None = None) -> Batches:
     """The data of a run; tokenised when it is not in the cache yet."""
     training, cache = config.training, Path(config.output_dir) / CACHE
     with _leaving_nothing(cache):
@@ -245,6 +253,7 @@ def batches_of(config: Config, tokenizer: Tokenizer, split: str) -> Batches:
             seed=training.seed,
             cache=cache,
             split=split,
+            progress=progress,
         )
 
 
@@ -252,8 +261,8 @@ def _num_steps(config: Config, batches: Batches) -> int:
     training = config.training
     if training.max_steps != -1:
         return training.max_steps
-    steps = batches.num_micro_batches_per_epoch / training.gradient_accumulation_steps * training.num_train_epochs
-    return max(1, math.ceil(steps))
+    epochs = Fraction(str(training.num_train_epochs))  # 0.1 is a tenth: its float is a little more, and a step more
+    return math.ceil(epochs * batches.num_micro_batches_per_epoch / training.gradient_accumulation_steps)
 
 
 def _require_positions(config: Config, model_config: Any) -> None:

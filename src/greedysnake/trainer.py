@@ -18,13 +18,14 @@ from greedysnake.config import Config, load_config
 from greedysnake.errors import ConfigError
 from greedysnake.preparation import METRICS, RUN, Prepared, open_engine, prepare
 from greedysnake.report.metrics import MetricsFile, step_record
-from greedysnake.report.progress import Progress, Prospect, Summary, home_table, prospect_text, summary_text
+from greedysnake.report.progress import Progress, Prospect, Summary, data_text, home_table, prospect_text, summary_text
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
 from greedysnake.runtime.directory import explained
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+TOKENISING_LINE_S = 10.0
 
 
 class Trainer:
@@ -38,8 +39,9 @@ class Trainer:
     ) -> None:
         """`config` may be a file or a mapping as well; None is the default configuration."""
         self.config = config if isinstance(config, Config) else load_config(config)
-        self.prepared: Prepared = prepare(self.config)
         self._console = console or Console()
+        self._spoke_s = time.monotonic()
+        self.prepared: Prepared = prepare(self.config, self._tokenised)
 
     def train(self) -> Summary:
         """Trains to the end, or until SIGTERM or SIGINT, after which the step under way is finished and saved.
@@ -64,6 +66,8 @@ class Trainer:
             _require_same_data(engine, prepared)
             begin_run(config)
             self._console.print(home_table(prepared.footprint))
+            validation = prepared.validation.report if prepared.validation else None
+            self._say(data_text(prepared.train.report, validation))
             self._say(prospect_text(prepared.footprint, self._prospect(first)))
             metrics = resources.enter_context(MetricsFile(directory / METRICS, last_step=first))
             trackers = open_trackers(
@@ -84,6 +88,12 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def _tokenised(self, num_rows: int, num_tokens: int) -> None:
+        """A line now and then: large data take a while."""
+        if time.monotonic() - self._spoke_s >= TOKENISING_LINE_S:
+            self._spoke_s = time.monotonic()
+            self._say(f"tokenising: {num_rows:,} rows, {num_tokens:,} tokens so far")
 
     def _prospect(self, first_step: int) -> Prospect:
         training = self.config.training

@@ -20,10 +20,13 @@ from greedysnake.placement import Home
 from greedysnake.sizes import format_size
 
 if TYPE_CHECKING:
+    from greedysnake.data.batches import DataReport
     from greedysnake.runtime.footprint import Footprint
 
 RECENT_STEPS = 20
 """The time left is that of so many recent steps on average."""
+
+SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,14 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
         f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
     ]
+    return "\n".join(lines)
+
+
+def data_text(train: DataReport, validation: DataReport | None) -> str:
+    """Before: what became of the rows, and which could not be used."""
+    lines = [f"data: {train}", *([f"held out: {validation}"] if validation else [])]
+    bad_rows = list(dict.fromkeys([*train.bad_rows, *(validation.bad_rows if validation else ())]))
+    lines += [f"skipped {row}" for row in bad_rows[:SHOWN_BAD_ROWS]]
     return "\n".join(lines)
 
 
