@@ -80,6 +80,22 @@ def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     assert load_config(tmp_path / "again.yaml") == config
 
 
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tokens").mkdir()
+    changes = [
+        "output_dir=~/run",
+        "engine.storage=[~/ssd]",
+        "data.paths=[~/a, standard-library]",
+        "model.tokenizer=~/tokens",
+    ]
+    config = load_config(None, changes)
+    assert (config.output_dir, config.storage) == (str(tmp_path / "run"), (tmp_path / "ssd",))
+    assert config.data.paths == (str(tmp_path / "a"), "standard-library")
+    assert config.tokenizer == str(tmp_path / "tokens")
+    assert "~" not in config.as_yaml()
+
+
 def test_dtype_has_two_names() -> None:
     assert load_config(None, ["engine.dtype=null"]).dtype == "bfloat16"
     assert load_config(None, ["engine.dtype=null", "training.bf16=false"]).dtype == "float32"

@@ -6,10 +6,11 @@ Fields have transformers' names where transformers has them. docs/configuration.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from greedysnake import settings
 from greedysnake.data.options import STANDARD_LIBRARY, DataOptions
@@ -292,7 +293,7 @@ def load_config(source: str | Path | Mapping[str, Plain] | None = None, override
     else:
         values = settings.read_yaml(_text_of(Path(source)) if source else DEFAULT.read_text(), str(source or DEFAULT))
     settings.override(values, overrides)
-    config = settings.build(Config, values)
+    config = _with_home(settings.build(Config, values))
     _require_files(config)
     return config
 
@@ -348,6 +349,21 @@ def _require_files(config: Config) -> None:
             raise ConfigError(f"model.path is {config.model.path!r}, which has no config.json: give a model's folder")
     if config.model.tokenizer not in (None, BYTES):
         settings.require_folder("model.tokenizer", str(config.model.tokenizer))
+
+
+def _with_home(config: Config) -> Config:
+    """Paths with ~ as a shell would give them; nothing else does in a YAML file."""
+    changes: dict[str, Any] = {"output_dir": os.path.expanduser(config.output_dir)}
+    for section, name in _PATHS:
+        options = changes.get(section, getattr(config, section))
+        changes[section] = replace(options, **{name: _expanded(getattr(options, name))})
+    return replace(config, **changes)
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_expanded, value))
+    return os.path.expanduser(value) if value is not None else None
 
 
 def _absolute(value: Plain) -> Plain:

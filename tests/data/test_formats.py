@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -43,14 +44,38 @@ def test_json_lines_json_lists_and_text_files_are_read(tmp_path: Path) -> None:
 
 def test_folders_and_globs_are_sorted_and_a_file_counts_once(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    for name in ("z.txt", "a/x.md", "a/.hidden.txt", ".git/config.txt", "__pycache__/y.py", "image.png", "a/b.jsonl"):
+    for name in ("z.txt", "a/x.md", "a/.hidden.txt", ".git/config.txt", "__pycache__/y.py", "image.png", "a/b.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
-    names = ["a/b.jsonl", "a/x.md", "z.txt"]
+    names = ["a/b.py", "a/x.md", "z.txt"]
     assert [source.path for source in find_sources("data.paths", [str(folder)])] == [folder / name for name in names]
-    patterns = [str(folder / "**" / "*.md"), str(folder), str(folder / "image.png")]
+    patterns = [str(folder / "**" / "*.md"), str(folder), str(folder / "image.png"), str(folder / "a" / ".." / "z.txt")]
     found = [source.path.name for source in find_sources("data.paths", patterns)]
-    assert found == ["x.md", "b.jsonl", "z.txt", "image.png"]
+    assert found == ["x.md", "b.py", "z.txt", "image.png"]
+
+
+def test_a_folder_reaches_through_links_and_each_file_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a")
+    (tmp_path / "data").mkdir()
+    for name, target in (("one", "elsewhere"), ("two", "elsewhere"), ("back", "data")):
+        (tmp_path / "data" / name).symlink_to(tmp_path / target)
+    assert [source.path.name for source in find_sources("data.paths", [str(tmp_path / "data")])] == ["a.txt"]
+
+
+def test_the_page_about_a_data_set_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_rows(tmp_path / "data" / "rows.jsonl", {"text": "one"})
+    (tmp_path / "README.md").write_text("about the data")
+    told = r"data.paths: folder .* has rows, such as rows.jsonl, and texts, such as README.md: .*\*\*/\*.jsonl'"
+    with pytest.raises(ConfigError, match=told):
+        make_batches(tmp_path / "cache", tmp_path)
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"text": "one"}\n'), ("b.json", '[{"text": "two"}]'), ("c.txt", "three")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert read(tmp_path, *sorted(tmp_path.iterdir())) == ["one", "two", "three"]
 
 
 def test_parquet_is_read(tmp_path: Path) -> None:
@@ -128,6 +153,12 @@ BAD_ROWS = {
     "{'text': 1}": "not valid JSON (Expecting property name enclosed in double quotes at character 2)",
     '{"text": "a"': "not valid JSON (Expecting ',' delimiter at character 13)",
     "[1]": "list, not an object with columns",
+    "["
+    * 100_000: "not valid JSON (maximum recursion depth exceeded while decoding a JSON array from a unicode string)",
+    '{"text": ' + "1" * 5000 + "}": (
+        "not valid JSON (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; use "
+        "sys.set_int_max_str_digits() to increase the limit)"
+    ),
     '{"body": "a"}': "no column 'messages' or 'prompt' and 'completion' or 'text' (it has 'body')",
     "{}": "no column 'messages' or 'prompt' and 'completion' or 'text' (it is empty)",
     '{"text": 5}': "int in column 'text', not text",
@@ -145,7 +176,7 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize("line", BAD_ROWS)
+@pytest.mark.parametrize("line", BAD_ROWS, ids=lambda line: line[:20])
 def test_a_bad_row_is_named_with_file_and_line(tmp_path: Path, line: str) -> None:
     path = write_rows(tmp_path / "data.jsonl", {"text": "good"}, line, {"text": "good as well"})
     with pytest.raises(ConfigError) as caught:
@@ -172,7 +203,7 @@ def test_files_that_are_not_text_are_bad_rows(tmp_path: Path) -> None:
     write_rows(tmp_path / "b.jsonl", {"text": "good"})
     (tmp_path / "c.json").write_text("[1, 2")
     (tmp_path / "d.json").write_text('[{"text": "fine"}, {"text": 3}]')
-    batches = make_batches(tmp_path / "cache", tmp_path, max_bad_rows=3, packing=False)
+    batches = make_batches(tmp_path / "cache", sorted(tmp_path.iterdir()), max_bad_rows=3, packing=False)
     assert texts_of(batches) == ["good", "fine"]
     assert [row.split("/")[-1] for row in batches.report.bad_rows] == [
         "a.txt: not UTF-8 text (byte 0xe9)",
@@ -194,11 +225,13 @@ def test_empty_files_are_not_rows(tmp_path: Path) -> None:
         ("*.none", "data.paths: no file matches '.*none': check the pattern"),
         ("nothing", "data.paths: folder '.*nothing' has no data files: put .jsonl"),
         ("empty.jsonl", "data.paths: no rows in '.*empty.jsonl': the files are empty"),
+        ("rows.jsonl.gz", "rows.jsonl.gz is compressed, which is not read: unpack it"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_sentence(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "nothing").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ConfigError, match=message) as caught:
         make_batches(tmp_path / "cache", tmp_path / name)
     assert "\n" not in str(caught.value)

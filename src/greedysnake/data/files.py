@@ -25,6 +25,7 @@ TEXT_SUFFIXES = frozenset(
         *("rb", "php", "pl", "lua", "r", "jl", "scala", "swift", "cs", "hs", "ml", "clj", "ex", "erl", "cmake"),
     )
 )
+COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz"})
 # Files up to this size are hashed whole; of larger ones samples are, with size and time of the last change.
 WHOLE_FILE_BYTES = 16 * 2**20
 NUM_SAMPLES = 64
@@ -51,10 +52,10 @@ def find_sources(key: str, paths: Sequence[str]) -> list[Source]:
 
     `key` is the configuration's name for the paths, for messages.
     """
-    found: dict[Path, Source] = {}
+    found: dict[str, Source] = {}
     for path in paths:
         for source in _expand(key, path):
-            found.setdefault(source.path, source)
+            found.setdefault(os.path.realpath(source.path), source)
     return list(found.values())
 
 
@@ -77,6 +78,8 @@ def _expand(key: str, name: str) -> Iterator[Source]:
 
 
 def _source(path: Path) -> Source:
+    if path.suffix.lower() in COMPRESSED:
+        raise ConfigError(f"{path} is compressed, which is not read: unpack it")
     return Source(path, ROW_KINDS.get(path.suffix.lower(), "text"))
 
 
@@ -96,13 +99,28 @@ def _in_folder(key: str, folder: Path) -> Iterator[Source]:
             f"{key}: folder {str(folder)!r} has no data files: put .jsonl, .json, .parquet or text files such as .txt "
             "there, or name other files one by one"
         )
-    yield from map(_source, files)
+    sources = [_source(file) for file in files]
+    texts, rows = (
+        [source.path for source in sources if (source.kind == "text") == is_text] for is_text in (True, False)
+    )
+    if texts and rows:
+        # Most often rows with a page about them, or with the program that made them.
+        raise ConfigError(
+            f"{key}: folder {str(folder)!r} has rows, such as {rows[0].name}, and texts, such as {texts[0].name}: name "
+            f"those to train on by patterns, such as {str(folder / '**' / ('*' + rows[0].suffix))!r}"
+        )
+    yield from sources
 
 
 def _walk(folder: Path, left_out: frozenset[str]) -> list[Path]:
     """Files below a folder but hidden ones and those in folders of the names left out, sorted by relative path."""
     found: list[Path] = []
-    for where, folders, names in os.walk(folder):
+    seen: set[str] = set()
+    for where, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(where) in seen:  # by a link that leads back
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(where))
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         found += [Path(where, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())

@@ -6,6 +6,7 @@ Reads a file piece by piece; only a .json list is in memory as a whole. Knows no
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -54,7 +55,7 @@ def read_rows(source: Source, *, text_column: str) -> Iterator[Row]:
 
 
 def _text_rows(source: Source, text_column: str) -> Iterator[Row]:
-    with source.path.open(encoding="utf-8", newline="") as file:
+    with source.path.open(encoding="utf-8-sig", newline="") as file:
         try:
             part = _next_part(file)
             while part:
@@ -84,13 +85,14 @@ def _json_rows(source: Source) -> Iterator[Row]:
             where = f"{source.path} line {number}"
             try:
                 yield _checked_row(where, json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield Row(where, {}, f"not valid JSON ({_reason(error)})")
 
 
 def _first_byte(file: Any) -> bytes:
     """The first byte that is no white space; the file is then at its start again."""
-    first = next((line.strip()[:1] for line in file if line.strip()), b"")
+    lines = (line.removeprefix(BOM_UTF8).strip() for line in file)
+    first = next((line[:1] for line in lines if line), b"")
     file.seek(0)
     return bytes(first)
 
@@ -98,17 +100,17 @@ def _first_byte(file: Any) -> bytes:
 def _list_rows(source: Source, content: bytes) -> Iterator[Row]:
     try:
         values = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         yield Row(str(source.path), {}, f"not valid JSON ({_reason(error)})")
         return
     for number, value in enumerate(values, start=1):
         yield _checked_row(f"{source.path} row {number}", value)
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos + 1}"
-    return "it is not UTF-8 text"
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def _checked_row(where: str, value: object) -> Row:
