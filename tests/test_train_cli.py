@@ -17,6 +17,7 @@ import torch
 
 from greedysnake import agreement, cli, settings
 from greedysnake.config import Config, load_config
+from greedysnake.data.tokenizers import ByteTokenizer
 from greedysnake.preparation import prepare
 from training import MODEL, metrics_of, values_in, write_config
 
@@ -249,6 +250,7 @@ def test_the_exported_model_has_the_loss_that_training_reported(
         (["run", "full"], "OUT is 'full', which exists: name a new or empty folder"),
         (["run", "out", "--dtype", "float8"], "--dtype is 'float8': use bfloat16, float32"),
         (["unsaved", "out"], "RUN is 'unsaved', which has no checkpoint yet"),
+        (["run", "full/file/a/out"], "could not write full/file/a/out: Not a directory (ENOTDIR): a part of the path"),
     ],
 )
 def test_an_export_that_cannot_work_is_one_sentence(
@@ -263,6 +265,22 @@ def test_an_export_that_cannot_work_is_one_sentence(
     code, _, errors = run("export", *arguments)
     assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
     assert not Path("out").exists()
+
+
+def test_the_exported_tokenizer_has_the_chat_template_of_the_training(tmp_path: Path, run: Run) -> None:
+    from transformers import AutoTokenizer
+
+    ByteTokenizer().save_pretrained(tmp_path / "tokenizer")
+    template = ByteTokenizer.chat_template.replace("<|end|>", "!<|end|>")
+    (tmp_path / "own.jinja").write_text(template)
+    values = values_in(tmp_path, max_steps=1, warmup_steps=0)
+    values["model"]["tokenizer"] = str(tmp_path / "tokenizer")
+    values["data"] = {"paths": [str(tmp_path / "talk.jsonl")], "chat_template": str(tmp_path / "own.jinja")}
+    (tmp_path / "talk.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    (tmp_path / "train.yaml").write_text(settings.write_yaml(values))
+    assert run("train", tmp_path / "train.yaml")[0] == 0
+    assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
 
 
 def test_verify_prints_the_agreement(tmp_path: Path, run: Run) -> None:

@@ -245,6 +245,26 @@ def test_metrics_survive_a_torn_line_and_drop_what_is_after_the_checkpoint(tmp_p
     ]
 
 
+def test_a_full_drive_of_the_metrics_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = MetricsFile.write
+
+    def write(self: MetricsFile, record: Any) -> None:
+        if record["step"] == 3:
+            self._file.close()
+            self._file = open("/dev/full", "a")  # noqa: SIM115 - closed by its owner
+        written(self, record)
+
+    values = values_in(tmp_path, max_steps=5)
+    with monkeypatch.context() as patched, pytest.raises(gs.StorageError, match=r"metrics.jsonl: No space.*ENOSPC"):
+        patched.setattr(MetricsFile, "write", write)
+        train(values)
+    console = quiet()
+    assert train(values, console).num_steps == 5
+    assert isinstance(console.file, io.StringIO)
+    assert "continued from the checkpoint of step 3" in console.file.getvalue()
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 4, 5]
+
+
 def test_a_line_says_what_bounds_the_step_and_how_close() -> None:
     record = {
         "step": 12,

@@ -12,6 +12,11 @@ A message says what happened, with the values, and what to do next.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class GreedySnakeError(Exception):
     """Base of all errors raised on purpose."""
@@ -59,3 +64,29 @@ class OpError(GreedySnakeError):
     def __init__(self, message: str, *, op: str) -> None:
         super().__init__(message)
         self.op = op
+
+
+@contextmanager
+def explained(doing: str, path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that says what was being done, and the next move."""
+    try:
+        yield
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "unknown")
+        move = NEXT_MOVE.get(error.errno or 0)
+        raise StorageError(
+            f"could not {doing} {path}: {error.strerror or error} ({name})" + (f": {move}" if move else ""),
+            path=str(path),
+            errno_name=name,
+        ) from error
+
+
+NEXT_MOVE = {
+    errno.EROFS: "the filesystem is mounted read-only; give a directory that can be written",
+    errno.EACCES: "give a directory that this user can write to",
+    errno.EPERM: "give a directory that this user can write to",
+    errno.ENOSPC: "free space there, or give a directory on another drive",
+    errno.EDQUOT: "free space there or raise the quota",
+    errno.EIO: "the drive reported an error; look at the kernel log (dmesg) before trusting it again",
+    errno.ENOTDIR: "a part of the path is a file; give another directory",
+}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from greedysnake.data.tokenizers import load_tokenizer
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, explained
 from greedysnake.models.export import DTYPES, export_model
 from greedysnake.preparation import load_run, make_model, model_configuration, open_engine, ram_budget
 from greedysnake.runtime.opening import holds_checkpoint
@@ -27,4 +28,7 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
         if config.model.tokenizer is not None:  # that of the model's own folder is there already
             tokenizer: Any = load_tokenizer(config.model.tokenizer)
             tokenizer.save_pretrained(out)
+        if config.data.chat_template:  # else the model would be asked in another form than it was trained in
+            with explained("copy", Path(config.data.chat_template)):
+                shutil.copyfile(config.data.chat_template, out / "chat_template.jinja")
         return engine.num_steps

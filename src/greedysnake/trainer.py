@@ -15,12 +15,11 @@ import torch
 from rich.console import Console
 
 from greedysnake.config import Config, load_config
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, StorageError, explained
 from greedysnake.preparation import METRICS, RUN, Prepared, open_engine, prepare
 from greedysnake.report.metrics import MetricsFile, step_record
 from greedysnake.report.progress import Progress, Prospect, Summary, data_text, home_table, prospect_text, summary_text
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
-from greedysnake.runtime.directory import explained
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
 
@@ -207,7 +206,11 @@ class _Run:
         return total / num_targets
 
     def _report(self, record: Mapping[str, object]) -> None:
-        self._metrics.write(record)
+        try:
+            self._metrics.write(record)
+        except StorageError:
+            self._save()  # the drive of the metrics is full, not that of the state: the steps done need not be lost
+            raise
         step = int(str(record["step"]))
         for tracker in self._trackers:
             tracker.log(step, numbers_of(record))

@@ -114,7 +114,7 @@ def test_a_folder_in_use_is_left_alone_and_a_failure_leaves_nothing(
             gs.export_model(engine, model, used)
         with pytest.raises(gs.ConfigError, match="dtype is 'float16'"):
             gs.export_model(engine, model, out, dtype="float16")
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="drive"):
+        with monkeypatch.context() as patch, pytest.raises(gs.StorageError, match="the drive is gone"):
             patch.setattr("os.fsync", fail)
             gs.export_model(engine, model, out)
         assert list(out.parent.iterdir()) == []

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from greedysnake.errors import ConfigError, StorageError
+from greedysnake.errors import ConfigError, StorageError, explained
 from greedysnake.models.huggingface import CausalLM
 from greedysnake.sizes import parse_size
 
@@ -51,25 +51,32 @@ def export_model(
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(f"{target} exists and is not empty: give another folder, or remove it", path=str(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
     skeleton = model.skeleton()
     buffers = model.persistent_buffers(skeleton)
     blocks = _blocks(model, skeleton, buffers)
     shards = _plan(skeleton, blocks, dtype, parse_size(max_shard_bytes))
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    try:
+    with explained("write", target), _appearing(target) as partial:
         _require_space(partial, shards)
         with _Writer(partial, shards, dtype) as writer:
             _write_weights(
                 engine, model, skeleton, {name: set(block) for name, block in blocks.items()}, buffers, writer
             )
         _write_rest(model, skeleton, partial, shards, dtype)
+    return target
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that becomes it at the end, and is removed if there is an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        yield partial
         partial.chmod(0o755)
         partial.rename(target)
     except BaseException:
         shutil.rmtree(partial)
         raise
-    return target
 
 
 @dataclass

@@ -6,11 +6,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from greedysnake.errors import StorageError
+from greedysnake.errors import explained
 
 if TYPE_CHECKING:
     from greedysnake.runtime.engine import StepResult
@@ -48,19 +49,19 @@ class MetricsFile:
     def __init__(self, path: Path, *, last_step: int) -> None:
         """`last_step` is the step of the checkpoint, 0 for a new run."""
         self.path = path
-        try:
+        with explained("write", path):
             _cut(path, last_step)
             self._file = path.open("a")
-        except OSError as error:
-            raise StorageError(f"could not write {path}: {error.strerror}", path=str(path)) from error
 
     def write(self, record: Mapping[str, object]) -> None:
         """Adds one line, which is in the file on return. Numbers that JSON does not have become null."""
-        self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-        self._file.flush()
+        with explained("write", self.path):
+            self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # every line is in the file already, but one that was refused, and that was told
+            self._file.close()
 
     def __enter__(self) -> MetricsFile:
         return self

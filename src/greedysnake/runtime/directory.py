@@ -5,16 +5,14 @@ It never removes a file that this format did not create, and writes nothing besi
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from greedysnake.errors import PlanError, StorageError
+from greedysnake.errors import PlanError, StorageError, explained
 from greedysnake.runtime.manifest import FORMAT, VERSION, check_version
 from greedysnake.sizes import format_size
 
@@ -29,16 +27,6 @@ NEW = ".new"
 _BEFORE_IDENTITY = {LOCK, IDENTITY + NEW}
 _OURS = _BEFORE_IDENTITY | {IDENTITY, MANIFEST, MANIFEST + NEW, MANIFEST_IN_USE, EXTENTS, SCRATCH}
 _OF_THE_FILESYSTEM = {"lost+found"}
-
-_NEXT_MOVE = {
-    errno.EROFS: "the filesystem is mounted read-only; give a directory that can be written",
-    errno.EACCES: "give a directory that this user can write to",
-    errno.EPERM: "give a directory that this user can write to",
-    errno.ENOSPC: "free space there, or give a directory on another drive",
-    errno.EDQUOT: "free space there or raise the quota",
-    errno.EIO: "the drive reported an error; look at the kernel log (dmesg) before trusting it again",
-    errno.ENOTDIR: "a part of the path is a file; give another directory",
-}
 
 
 @dataclass(frozen=True)
@@ -205,21 +193,6 @@ def require_space(directories: Sequence[StoreDirectory], missing_bytes: Sequence
             f"{format_size(free)} ({free} bytes) are free there: free {format_size(needed - free)}, "
             f"add a directory on another drive{hint}"
         )
-
-
-@contextmanager
-def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError that says what was being done, and the next move."""
-    try:
-        yield
-    except OSError as error:
-        name = errno.errorcode.get(error.errno or 0, "unknown")
-        move = _NEXT_MOVE.get(error.errno or 0)
-        raise StorageError(
-            f"could not {doing} {path}: {error.strerror} ({name})" + (f": {move}" if move else ""),
-            path=str(path),
-            errno_name=name,
-        ) from error
 
 
 def _lock(directory: Path) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from greedysnake.errors import PlanError, StorageError
+from greedysnake.errors import PlanError, StorageError, explained
 from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
-from greedysnake.runtime.directory import EXTENTS, SCRATCH, explained
+from greedysnake.runtime.directory import EXTENTS, SCRATCH
 from greedysnake.runtime.filling import fill_ram
 from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram, slot_bytes
 from greedysnake.runtime.flat import decays_by_default, survey
