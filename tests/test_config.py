@@ -113,6 +113,9 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
     assert difference(had, other) == "training.seed was 0 and is 9"
     other = replace(had, data=replace(had.data, paths=("/x.txt",)))
     assert difference(had, other) == "data.paths was ['standard-library'] and is ['/x.txt']"
+    other = load_config(None, ["engine.dtype=null"])
+    assert difference(had, other) == "engine.dtype was 'float32' and is 'bfloat16'"
+    assert difference(had, load_config(None, ["engine.dtype=null", "training.bf16=false"])) is None
 
 
 @pytest.mark.parametrize(

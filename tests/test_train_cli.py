@@ -204,6 +204,24 @@ def test_another_run_in_the_output_dir_is_left_alone(trained: Path, run: Run) ->
     assert everything_in(trained) == before
 
 
+def test_a_run_whose_storage_is_not_there_does_not_begin_anew(trained: Path, tmp_path: Path, run: Run) -> None:
+    before = everything_in(trained)
+    code, _, errors = run("train", trained / "train.yaml", f"engine.storage={tmp_path / 'unmounted'}")
+    assert code == 2 and f"engine.storage: {tmp_path / 'unmounted'} has nothing of the run in" in errors
+    assert everything_in(trained) == before and not (tmp_path / "unmounted").exists()
+
+
+def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
+    path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
+    killed = "import os, sys; from greedysnake import cli, trainer; trainer._Run._save = lambda self: os._exit(9)"
+    command = [sys.executable, "-c", f"{killed}; sys.argv = ['', 'train', {str(path)!r}]; cli.main()"]
+    assert subprocess.run(command, capture_output=True).returncode == 9
+    assert len(metrics_of(tmp_path / "run")) == 1
+    code, printed, errors = run("train", path, "training.seed=7", "engine.chunk_params=2048", "engine.dtype=bfloat16")
+    assert (code, errors) == (0, "") and "1 of 1 steps done" in printed
+    assert len(metrics_of(tmp_path / "run")) == 1
+
+
 def test_a_checkpoint_of_another_run_in_the_storage_is_left_alone(trained: Path, tmp_path: Path, run: Run) -> None:
     before = everything_in(trained)
     overrides = [f"output_dir={tmp_path / 'other'}", f"engine.storage={trained / 'run' / 'store'}"]

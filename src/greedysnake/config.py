@@ -304,6 +304,8 @@ def difference(had: Config, given: Config) -> str | None:
     What changes the course of a training but not what is trained, such as the learning rate, may differ.
     """
     old, new = (settings.read_yaml(config.as_yaml(), "config") for config in (had, given))
+    if had.dtype != given.dtype:  # which has two keys
+        return f"engine.dtype was {had.dtype!r} and is {given.dtype!r}"
     for key, sentence in settings.differences(old, new):
         if key.split(".")[0] in ("model", "data") or key in _IDENTITY:
             return sentence
@@ -324,6 +326,8 @@ _IDENTITY = {
     "training.sequence_length",
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
+    "engine.chunk_params",
+    "engine.single_slot",
 }
 _SCHEDULER_KEYS = {
     "cosine_with_min_lr": ("min_lr_rate",),

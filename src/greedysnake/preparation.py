@@ -30,7 +30,7 @@ from greedysnake.report.trackers import require_trackers
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.footprint import Footprint, foresee, require_disk
 from greedysnake.runtime.host import ram_bytes
-from greedysnake.runtime.opening import holds_checkpoint
+from greedysnake.runtime.opening import holds_checkpoint, holds_store
 from greedysnake.runtime.optimizer import AdamW
 
 RUN = "run.yaml"
@@ -144,13 +144,22 @@ def find_run(config: Config) -> bool:
                 f"output_dir is {config.output_dir!r}, which has a {METRICS} but no {RUN}: give another folder"
             )
         return False
+    if not holds_store(
+        first
+    ):  # a drive that is not mounted, or another list of them: to begin anew would be a surprise
+        raise ConfigError(
+            f"engine.storage: {first} has nothing of the run in {config.output_dir}: mount the drive, give the "
+            "directories of that run, or set overwrite_output_dir=true to discard it"
+        )
+    if not holds_checkpoint(first):  # that run came to nothing
+        return False
     changed = difference(load_run(directory), config)
     if changed:
         raise ConfigError(
             f"output_dir is {config.output_dir!r}, which holds another run: {changed}: give another folder, "
             "the same settings, or overwrite_output_dir=true to discard that run"
         )
-    return holds_checkpoint(first)
+    return True
 
 
 def load_run(directory: Path) -> Config:

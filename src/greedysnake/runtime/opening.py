@@ -9,6 +9,7 @@ from pathlib import Path
 from greedysnake.errors import StorageError
 from greedysnake.runtime.directory import (
     EXTENTS,
+    IDENTITY,
     MANIFEST,
     MANIFEST_IN_USE,
     NEW,
@@ -19,6 +20,11 @@ from greedysnake.runtime.directory import (
 )
 from greedysnake.runtime.layout import ExtentSpec, Layout
 from greedysnake.runtime.manifest import Manifest
+
+
+def holds_store(directory: Path) -> bool:
+    """Whether a directory is one of a store, with a checkpoint or without."""
+    return (directory / IDENTITY).exists()
 
 
 def holds_checkpoint(directory: Path) -> bool:
