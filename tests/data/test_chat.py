@@ -52,10 +52,45 @@ def test_a_conversation_may_begin_with_the_assistant_and_end_with_the_user(tmp_p
     assert trained(tmp_path, tokenizer, {"messages": [*TALK[2:4]]}) == ["a cat.<|end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_gives_a_document_for_each_turn(tmp_path: Path) -> None:
+    """With what the assistant sees at that point before it."""
     tokenizer = hf_tokenizer(FORGETFUL)
     assert trained(tmp_path, tokenizer, {"messages": TALK[3:]}) == ["[thought]a mat.<|end|>\n"]
-    with pytest.raises(ConfigError, match=r"data.jsonl line 1: the chat template has no generation marks.*message 3"):
+    path = write_rows(tmp_path / "data.jsonl", {"messages": TALK})
+    batches = make_batches(tmp_path / "cache", path, tokenizer, sequence_length=256, packing=False)
+    assert batches.num_sequences == 2
+    rows = [row for batch in batches.iter_all() for row in zip(batch["input_ids"], batch["labels"], strict=True)]
+    turns = [index for index, message in enumerate(TALK) if message["role"] == "assistant"]
+    found = {}
+    for tokens, labels in rows:
+        said = tokenizer.decode(tokens[labels != -100])
+        before = tokenizer.decode(tokens[: int((labels != -100).nonzero()[0])])
+        found[said] = before
+    assert found == {
+        f"[thought]{TALK[turn]['content']}<|end|>\n": tokenizer.apply_chat_template(
+            TALK[:turn], tokenize=False, add_generation_prompt=True
+        )
+        for turn in turns
+    }
+
+
+def test_the_turns_of_a_conversation_are_held_out_together(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(FORGETFUL)
+    talks = [[*TALK[:-1], {"role": "assistant", "content": f"a mat {number}."}] for number in range(60)]
+    path = write_rows(tmp_path / "data.jsonl", *({"messages": talk} for talk in talks))
+    options = {"sequence_length": 256, "packing": False, "validation_share": 0.3}
+    counts = [
+        make_batches(tmp_path / "cache", path, tokenizer, split=split, **options).num_sequences
+        for split in ("train", "validation")
+    ]
+    assert sum(counts) == 120 and all(count % 2 == 0 and count for count in counts)
+
+
+def test_a_turn_that_does_not_begin_as_the_template_begins_it_is_refused(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(FORGETFUL.replace("%}<|assistant|>", "%}<|bot|>"))
+    with pytest.raises(
+        ConfigError, match=r"data.jsonl line 1: the chat template has no generation marks.*message 3 does"
+    ):
         trained(tmp_path, tokenizer, {"messages": TALK})
 
 

@@ -1,7 +1,9 @@
 """Conversations to tokens, with loss on what the assistant says.
 
 Which tokens those are comes from the template's generation marks if it has them. Otherwise it is rendered with and
-without each turn of the assistant, and what the turn adds is trained.
+without each turn of the assistant, and what the turn adds is trained. Where a template renders earlier turns otherwise
+when more follows, as those that drop earlier thoughts do, each turn is a document of its own, with what the template
+shows the assistant at that point before it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from greedysnake.data.rows import RowError, check_unicode
 from greedysnake.data.tokenizers import ByteTokenizer, quietly
 from greedysnake.errors import ConfigError
 
+Encoded = tuple[list[int], list[bool]]
+"""Tokens, and for each whether it carries no loss."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -31,8 +35,8 @@ class Chat:
 
     def encode(
         self, messages: list[dict[str, Any]], row: Mapping[str, Any], *, where: str, num_prompt: int | None
-    ) -> tuple[list[int], list[bool]]:
-        """Tokens of a conversation, and for each whether it carries no loss.
+    ) -> list[Encoded]:
+        """Tokens of a conversation, and for each whether it carries no loss: one document, or one for each turn.
 
         The first `num_prompt` messages carry none at all. The columns `tools` and `chat_template_kwargs` of the row go
         to the template.
@@ -42,12 +46,16 @@ class Chat:
         if self._has_marks(bool(extra.get("tools"))):
             tokens, ignored = self._by_marks(messages, extra)
         else:
-            tokens, ignored = self._by_difference(messages, extra, where)
+            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            found = self._by_difference(messages, turns, extra)
+            if found is None:
+                return self._turn_by_turn(messages, [turn for turn in turns if turn >= (num_prompt or 0)], extra, where)
+            tokens, ignored = found
         if num_prompt is not None:
             before = self._tokens(messages[:num_prompt], extra)
             prompt_tokens = common_prefix(before, tokens)
             ignored[:prompt_tokens] = [True] * prompt_tokens
-        return tokens, ignored
+        return [(tokens, ignored)]
 
     def _has_marks(self, has_tools: bool) -> bool:
         template = self._template or self._own_template(has_tools)
@@ -78,7 +86,7 @@ class Chat:
         if is_left_out:
             raise RowError("the chat template leaves out tool_calls (data.chat_template can name one that has them)")
 
-    def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> Encoded:
         if isinstance(self._tokenizer, ByteTokenizer):
             rendered = self._apply(messages, extra)
             return list(rendered["input_ids"]), [not said for said in rendered["assistant_masks"]]
@@ -110,23 +118,34 @@ class Chat:
     def _tokens(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[int]:
         return list(self._apply(messages, extra)["input_ids"])
 
+    def _turn_by_turn(
+        self, messages: list[dict[str, Any]], turns: Sequence[int], extra: dict[str, Any], where: str
+    ) -> list[Encoded]:
+        documents = []
+        for turn in turns:
+            found = self._by_difference(messages[: turn + 1], [turn], extra)
+            if found is None:
+                raise ConfigError(
+                    f"{where}: the chat template has no generation marks, and message {turn + 1} does not begin as the "
+                    "template begins the assistant's answer, so its tokens cannot be told apart: give "
+                    "data.chat_template, a file with a template that has {% generation %} marks, or rows with prompt "
+                    "and completion"
+                )
+            documents.append(found)
+        return documents
+
     def _by_difference(
-        self, messages: list[dict[str, Any]], extra: dict[str, Any], where: str
-    ) -> tuple[list[int], list[bool]]:
+        self, messages: list[dict[str, Any]], turns: Sequence[int], extra: dict[str, Any]
+    ) -> Encoded | None:
+        """None when what comes before a turn, or the turn itself, is not how the whole begins."""
         as_text = {**extra, "tokenize": False, "return_dict": False}
         whole = self._apply(messages, as_text)
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         beginnings: list[str] = []
         for turn in turns:
             before = self._apply(messages[:turn], {**as_text, "add_generation_prompt": True}) if turn else ""
             beginnings += [before, self._apply(messages[: turn + 1], as_text)]
             if not all(whole.startswith(beginning) for beginning in beginnings[-2:]):
-                raise ConfigError(
-                    f"{where}: the chat template has no generation marks, and renders the conversation up to message "
-                    f"{turn + 1} otherwise when more follows, so the tokens of the assistant cannot be told apart: "
-                    "give data.chat_template, a file with a template that has {% generation %} marks, or rows with "
-                    "prompt and completion"
-                )
+                return None
         tokens, *prefixes = self._tokenize([whole, *beginnings])["input_ids"]
         ends = [common_prefix(prefix, tokens) for prefix in prefixes]
         ignored = [True] * len(tokens)

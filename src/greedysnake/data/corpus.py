@@ -7,7 +7,7 @@ Neither building nor reading needs RAM of the corpus' size.
 | tokens.bin | tokens of all documents, uint16 or uint32 |
 | ignored.bin | one byte per token, 1 if it carries no loss; absent if all tokens carry it |
 | ends.bin | int64 per document: where it ends in tokens.bin |
-| hashes.bin | uint32 per document: hash of its tokens, by which documents are held out |
+| hashes.bin | uint32 per document: hash of the tokens of its row, by which documents are held out |
 """
 
 from __future__ import annotations
@@ -120,20 +120,21 @@ class _Writer:
             self._ignored.truncate(self.num_tokens)
         self._open.close()
 
-    def add(self, result: Document | BadRow, max_bad_rows: int) -> None:
-        """Append a document; rows that are bad or have no target are counted only."""
+    def add(self, result: Sequence[Document] | BadRow, max_bad_rows: int) -> None:
+        """Append the documents of a row; rows that are bad or have no target are counted only."""
         self.num_rows += 1
         if isinstance(result, BadRow):
             self._num_bad_rows += 1
             self.bad_rows += [result.message] if len(self.bad_rows) < KEPT_MESSAGES else []
             if self._num_bad_rows > max_bad_rows:
                 raise _too_many_bad_rows(result.message, max_bad_rows)
-        elif not result.num_targets:
-            self._num_without_targets += 1
-        else:
-            self._append(result)
+            return
+        documents = [document for document in result if document.num_targets]
+        self._num_without_targets += not documents
+        for document in documents:  # the turns of a conversation are held out together
+            self._append(document, blake2b(documents[-1].tokens.tobytes(), digest_size=4).digest())
 
-    def _append(self, document: Document) -> None:
+    def _append(self, document: Document, digest: bytes) -> None:
         if document.ignored is not None:
             self._append_ignored(document.ignored)
         tokens = document.tokens
@@ -142,7 +143,7 @@ class _Writer:
         self._tokens.write(tokens.astype(self.token_type).tobytes())
         self.num_tokens += len(tokens)
         self._ends.write(np.int64(self.num_tokens).tobytes())
-        self._hashes.write(blake2b(tokens.tobytes(), digest_size=4).digest())
+        self._hashes.write(digest)
         self._num_documents += 1
         self._num_targets += document.num_targets
 

@@ -23,7 +23,7 @@ BATCH_CHARACTERS = 2**20
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one row. `ignored` marks those without loss; None means that all have it."""
+    """Tokens of one row, or of one turn of it. `ignored` marks those without loss; None means that all have it."""
 
     tokens: NDArray[np.int64]
     ignored: NDArray[np.bool_] | None
@@ -34,6 +34,13 @@ class Document:
         if self.ignored is None:
             return max(0, len(self.tokens) - 1)
         return int((~self.ignored[1:]).sum())
+
+
+class Texts:
+    """What a row asks to be tokenised."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
 
 
 @dataclass(frozen=True)
@@ -62,32 +69,33 @@ class Encoder:
         columns = (options.text_column, options.prompt_column, options.completion_column, options.messages_column)
         return repr((options.format, columns, options.add_eos, self._template))
 
-    def documents(self, rows: Iterable[Row]) -> Iterator[Document | BadRow]:
-        """One document or one bad row per row."""
+    def documents(self, rows: Iterable[Row]) -> Iterator[list[Document] | BadRow]:
+        """What becomes of each row: one document, of some conversations several, or a bad row."""
         for batch in _in_batches(rows):
             yield from self._encode(batch)
 
-    def _encode(self, rows: Sequence[Row]) -> Iterator[Document | BadRow]:
+    def _encode(self, rows: Sequence[Row]) -> Iterator[list[Document] | BadRow]:
         """Tokenise the texts of a batch in one call; `texts` of a row are what it asks to be tokenised."""
-        results: list[Document | BadRow | list[str]] = [self._texts(row) for row in rows]
-        texts = [text for result in results if isinstance(result, list) for text in result]
+        results: list[list[Document] | BadRow | Texts] = [self._texts(row) for row in rows]
+        texts = [text for result in results if isinstance(result, Texts) for text in result.texts]
         encoded = iter(self._tokenizer(texts, **self._quietly)["input_ids"] if texts else ())
         for row, result in zip(rows, results, strict=True):
-            if isinstance(result, list):
-                result = self._document(row, [next(encoded) for _ in result])
-            yield result
+            if isinstance(result, Texts):
+                yield [self._document(row, [next(encoded) for _ in result.texts])]
+            else:
+                yield result
 
-    def _texts(self, row: Row) -> Document | BadRow | list[str]:
+    def _texts(self, row: Row) -> list[Document] | BadRow | Texts:
         """What to tokenise for a row: the whole, and the prompt before it if there is one."""
         try:
             if row.problem:
                 raise RowError(row.problem)
             kind = self._kind(row)
             if kind == "text":
-                return [_text(row, self._options.text_column)]
+                return Texts(_text(row, self._options.text_column))
             if kind == "messages":
                 messages = _messages(row, self._options.messages_column)
-                return self._document_of_chat(row, messages, num_prompt=None)
+                return self._documents_of_chat(row, messages, num_prompt=None)
             return self._texts_of_prompt(row)
         except RowError as error:
             return BadRow(f"{row.where}: {error}")
@@ -109,17 +117,17 @@ class Encoder:
         missing = " or ".join(" and ".join(map(repr, wanted[kind])) for kind in kinds)
         raise RowError(f"no column {missing} ({has})")
 
-    def _texts_of_prompt(self, row: Row) -> Document | list[str]:
+    def _texts_of_prompt(self, row: Row) -> list[Document] | Texts:
         prompt, completion = self._options.prompt_column, self._options.completion_column
         if not isinstance(row.values[prompt], list):
             prompted = _text(row, prompt, may_be_empty=True)
-            return [prompted + _text(row, completion), prompted]
+            return Texts(prompted + _text(row, completion), prompted)
         before = _messages(row, prompt)
-        return self._document_of_chat(row, before + _messages(row, completion), num_prompt=len(before))
+        return self._documents_of_chat(row, before + _messages(row, completion), num_prompt=len(before))
 
-    def _document_of_chat(self, row: Row, messages: list[dict[str, Any]], *, num_prompt: int | None) -> Document:
-        tokens, ignored = self._chat.encode(messages, row.values, where=row.where, num_prompt=num_prompt)
-        return Document(np.array(tokens, np.int64), np.array(ignored, np.bool_))
+    def _documents_of_chat(self, row: Row, messages: list[dict[str, Any]], *, num_prompt: int | None) -> list[Document]:
+        encoded = self._chat.encode(messages, row.values, where=row.where, num_prompt=num_prompt)
+        return [Document(np.array(tokens, np.int64), np.array(ignored, np.bool_)) for tokens, ignored in encoded]
 
     def _document(self, row: Row, encoded: list[list[int]]) -> Document:
         """The tokens of a text, or of prompt and completion together and of the prompt alone."""
