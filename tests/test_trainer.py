@@ -20,7 +20,7 @@ import greedysnake as gs
 from greedysnake import trainer
 from greedysnake.data import corpus
 from greedysnake.report.metrics import KEYS, MetricsFile
-from greedysnake.report.progress import Summary, step_line, summary_text
+from greedysnake.report.progress import Progress, Summary, step_line, summary_text
 from greedysnake.runtime.footprint import Footprint
 from training import curve, metrics_of, values_in, write_config, write_rows
 
@@ -279,6 +279,16 @@ def test_a_line_says_what_bounds_the_step_and_how_close() -> None:
     assert step_line(record, 100, 3725) == (
         "step 12/100  loss 2.5000  lr 3.00e-04  12.3k tokens/s  ssd busy 93%  SSD 12.3 GB written  1h02m left"
     )
+
+
+def test_on_a_terminal_evaluations_stay_above_the_moving_line() -> None:
+    screen = io.StringIO()
+    record = {"loss": 1.5, "lr": 1e-3, "tokens_per_s": 10.0, "elapsed_s": 1.0, "bound": "ssd", "bound_fraction": 0.5}
+    record["ssd_written_total_bytes"] = 1
+    with Progress(Console(file=screen, force_terminal=True, width=200), num_steps=3, every=1) as progress:
+        progress.step({**record, "step": 1, "eval_loss": 1.25})
+        progress.step({**record, "step": 2})
+    assert re.search(r"step 1/3 .*eval 1\.2500[^\r]*\n", screen.getvalue())  # the line is ended, not written over
 
 
 def test_a_summary_counts_skipped_steps() -> None:

@@ -120,6 +120,8 @@ class Progress:
         self._recent_s.append(float(str(record["elapsed_s"])))
         line = step_line(record, self._num_steps, self._left_s(number))
         if self._live:
+            if "eval_loss" in record and number != self._num_steps:
+                self.say(line)  # stays above the moving line, where the last one stays by itself
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif not self._printed or number % self._every == 0 or number == self._num_steps or "eval_loss" in record:
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
