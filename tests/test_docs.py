@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -118,6 +119,35 @@ def losses_of(script: str, folder: Path) -> list[float]:
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["runs"]
     return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+
+
+def test_every_message_of_an_error_is_in_troubleshooting() -> None:
+    """By a phrase between backquotes; dots stand for values."""
+    phrases = [phrase for phrase in code_in(ROOT / "docs" / "troubleshooting.md") if len(phrase) > 5]
+    patterns = [re.compile(".*".join(map(re.escape, filter(None, phrase.split("..."))))) for phrase in phrases]
+    patterns = [pattern for pattern in patterns if len(pattern.pattern) > 5]
+    missing = [
+        f"{path.name}: {message}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for message in messages_in(path)
+        if len(message.replace(".", "").strip()) > 12 and not any(pattern.search(message) for pattern in patterns)
+    ]
+    assert not missing
+
+
+def messages_in(path: Path) -> list[str]:
+    """What errors are raised with, dots for the values."""
+    kinds = {"ConfigError", "PlanError", "StorageError", "OpError", "GreedySnakeError", "RowError"}
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
+    return [text_of(call.args[0]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in kinds]
+
+
+def text_of(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) for value in node.values)
+    return "..."
 
 
 def test_the_picture_is_what_its_script_draws(tmp_path: Path) -> None:
