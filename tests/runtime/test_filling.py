@@ -84,6 +84,26 @@ def test_what_fits_without_filling_fits_with_it() -> None:
         assert fits(ram)
 
 
+@pytest.mark.parametrize("clipping", [True, False])
+def test_gradients_that_are_to_be_spilled_have_their_buffers(clipping: bool) -> None:
+    for ram in range(1 << 20, 3 << 20, 1 << 18):
+        found = plan(ram, clipping=clipping, placement=gs.Placement(gradients_ram=0.0))
+        assert found.ram_bytes <= ram
+
+
+def test_more_slots_do_not_take_the_room_of_shares_that_were_set() -> None:
+    given: dict[str, object] = {
+        "placement": gs.Placement(weights_ram=0.5, activations_ram=0.99, optimizer_ram=0.5),
+        "activation_bytes": 1 << 19,
+        "clipping": False,
+        "alpha": 0.0,
+    }
+    ram = plan(1 << 30, fill=False, **given).ram_bytes
+    assert plan(ram, **given).ram_bytes <= ram
+    slots = plan(1 << 28, **given).plan.slots
+    assert slots.updates > gs.Slots().updates
+
+
 def test_shares_that_were_set_stay() -> None:
     assert shares(plan(1 << 30, placement=gs.Placement(weights_ram=0.25)))[0] == 0.25
     given = gs.Placement(activations_device=0.5, activations_ram=0.25, optimizer_ram=0.5)

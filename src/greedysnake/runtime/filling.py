@@ -31,7 +31,9 @@ def fill_ram(
     """The plan with as much in RAM as fits. Shares that `placement` sets to something else than their defaults stay."""
     free = [name for name in ORDER if getattr(placement, name) == getattr(Placement(), name)]
     chosen = replace(placement, **dict.fromkeys(free, 0.0))
-    slots = _more_slots(slots, slot_bytes(make_plan(chosen, slots)), ram)
+    more = _more_slots(slots, slot_bytes(make_plan(chosen, slots)), ram)
+    if _needed(make_plan(chosen, more), num_micro_batches, activation_bytes, late=False) <= ram:
+        slots = more  # else the shares that stay as they are leave no room for more
 
     def plan_with(name: str, share: float) -> Plan:
         return make_plan(replace(chosen, **{name: share}), slots)
@@ -50,14 +52,15 @@ def fill_ram(
 
 
 def _needed(plan: Plan, num_micro_batches: int, activation_bytes: int, *, late: bool) -> int:
-    """Bytes of RAM that a plan takes; with `late`, all late gradients wait there, else some may be spilled."""
+    """Bytes of RAM that a plan takes; with `late`, late gradients wait where it says, else they may all be spilled."""
     size, counts = page_aligned(activation_bytes), plan.count_homes(num_micro_batches)
     homes = ram_bytes(plan.blocks, plan.homes, plan.precision)
     activations = (counts[Home.RAM] + (plan.slots.transfers if counts[Home.SSD] else 0)) * size
     largest = max(chunk.num_params for block in plan.blocks for chunk in block.chunks)
     spill = plan.slots.transfers * largest * plan.precision.gradient_bytes
     fixed = sum(slot_bytes(plan).values()) + homes["weights"] + homes["optimizer state"] + activations
-    return fixed + (homes["gradients"] if late else spill)
+    spills = any(home.late and home.gradient is Home.SSD for block in plan.homes for home in block)
+    return fixed + (homes["gradients"] if late else 0) + (spill if spills or not late else 0)
 
 
 def _more_slots(slots: Slots, taken: dict[str, int], ram: int) -> Slots:
