@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -338,3 +339,17 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path) -> None:
     with pytest.raises(gs.ConfigError, match=r"training\.report_to names mlflow, which is not installed: pip install"):
         train(values_in(tmp_path, report_to=["mlflow"]))
     assert not (tmp_path / "run").exists() and os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+def test_what_is_loaded_is_frozen_once_and_not_counted_in_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting goes through all that is frozen, and holds Python's lock meanwhile."""
+    calls: list[str] = []
+    for name in ("get_freeze_count", "freeze", "unfreeze"):
+        right = getattr(gc, name)
+        monkeypatch.setattr(gc, name, lambda name=name, right=right: (calls.append(name), right())[1])
+    gs.Trainer(values_in(tmp_path, max_steps=4), console=quiet()).train()
+    assert calls == ["get_freeze_count", "freeze", "unfreeze"]
+    monkeypatch.undo()
+    assert gc.get_freeze_count() == 0

@@ -155,11 +155,13 @@ class _Run:
     def go(self) -> Summary:
         start_s = time.monotonic()
         with stop_requests() as requests, ExitStack() as afterwards:
+            freezes = not gc.get_freeze_count()  # asked once: it counts all that is frozen, one by one
             while self._engine.num_steps < self._prepared.num_steps and not requests:
                 record = self._step()
-                if not gc.get_freeze_count():  # all is loaded now: looking through it again would stop the lanes
+                if freezes:  # all is loaded now: looking through it again would stop the lanes
                     gc.collect()
                     gc.freeze()
+                    freezes = False
                     afterwards.callback(gc.unfreeze)
                 if self._is_due(self._training.eval_steps) and not requests:
                     record["eval_loss"] = self._eval_loss = self._evaluate()
