@@ -131,10 +131,11 @@ class Engine:
                         [str(directory) for directory in storage],
                         extent_specs(self._plan, checkpoints=checkpoints),
                         io=self._io,
-                        single_slot=single_slot or not checkpoints,
+                        single_slot=single_slot,
                         fingerprint=fingerprint(self._blocks, self._plan.precision),
                         resume=resume,
                         overwrite=overwrite,
+                        checkpoints=checkpoints,
                         verify_reads=verify_reads,
                     )
                 )

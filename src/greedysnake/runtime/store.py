@@ -80,13 +80,15 @@ class Store:
         fingerprint: str,
         resume: bool = False,
         overwrite: bool = False,
+        checkpoints: bool = True,
         scratch: Sequence[int] = (),
         verify_reads: bool = True,
     ) -> None:
         """Open the store in `directories`: new, or with `resume` at its last checkpoint.
 
         `fingerprint` names what the extents hold; a checkpoint of another one is refused. `overwrite`
-        discards a checkpoint that is there. `scratch` gives the sizes of ranges that no checkpoint keeps.
+        discards a checkpoint that is there. Without `checkpoints` none is published, and one slot is enough. `scratch`
+        gives the sizes of ranges that no checkpoint keeps.
         """
         if resume and overwrite:
             raise ConfigError("resume and overwrite contradict each other: give one of them")
@@ -95,9 +97,8 @@ class Store:
         self._extents = tuple(extents)
         self._fingerprint = fingerprint
         self._io = io
-        self._layout = Layout.build(
-            self._extents, scratch, num_members=len(self.directories), num_slots=1 if single_slot else 2
-        )
+        num_slots = 1 if single_slot or not checkpoints else 2
+        self._layout = Layout.build(self._extents, scratch, num_members=len(self.directories), num_slots=num_slots)
         self._slots = SlotTable(self._extents, self._layout.num_slots)
         self._checkpoint: Manifest | None = None
         self._lock = threading.Lock()
@@ -120,7 +121,7 @@ class Store:
                 self._open(member, SCRATCH, self._scratch_resources) for member in range(len(self._members))
             ]
             self._resources = undo.pop_all()
-        if single_slot:
+        if single_slot and checkpoints:
             warnings.warn(_SINGLE_SLOT_WARNING, RuntimeWarning, stacklevel=2)
 
     @property
