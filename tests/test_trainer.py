@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -313,6 +315,23 @@ def test_reports_go_where_they_are_asked_to(tmp_path: Path, monkeypatch: pytest.
     assert [name for name, _ in calls] == ["init", "log", "log", "finish"]
     assert calls[0][1]["name"] == "mine" and calls[0][1]["config"]["training"]["seed"] == 1
     assert calls[2][1] == [2, sorted(key for key in KEYS if key not in ("step", "bound"))]
+
+
+def test_a_resumed_run_continues_that_of_wandb_and_one_that_begins_anew_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb drops what is logged for steps that its run has had."""
+    ids: list[str] = []
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    vars(wandb).update(init=lambda **given: ids.append(given["id"]), log=lambda *_, **__: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    values = values_in(tmp_path, max_steps=2, report_to=["wandb"], lr_scheduler_type="constant", warmup_steps=0)
+    train(values)
+    values["training"]["max_steps"] = 3
+    train(values)
+    train({**values, "overwrite_output_dir": True})
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_tracker_that_fails_does_not_end_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Nothing is sent anywhere that `report_to` does not name.
 
 from __future__ import annotations
 
-import hashlib
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -141,9 +141,11 @@ class Mlflow:
 
 
 def _wandb(directory: Path, run_name: str, settings: Settings, first_step: int) -> Tracker:
-    # The id is that of the folder: a resumed run continues, and another one of the same name is another.
-    name = hashlib.sha256(str(directory.absolute()).encode()).hexdigest()[:16]
-    return WandbLike("wandb", run_name, settings, dir=str(directory), id=name, resume="allow")
+    # A resumed run continues. One that begins anew is another, also in the same folder: wandb drops steps it has had.
+    kept = directory / "wandb-run-id"
+    if not (first_step and kept.exists()):
+        kept.write_text(uuid.uuid4().hex[:16])
+    return WandbLike("wandb", run_name, settings, dir=str(directory), id=kept.read_text(), resume="allow")
 
 
 def _trackio(directory: Path, run_name: str, settings: Settings, first_step: int) -> Tracker:
