@@ -74,6 +74,13 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_document_for_each_turn(t
     }
 
 
+def test_a_marked_turn_of_a_prompt_carries_no_loss_where_the_template_rewrites_it(tmp_path: Path) -> None:
+    thought = "{% if loop.last %}[thought]{% endif %}"
+    tokenizer = hf_tokenizer(MARKED.replace("{% generation %}", "{% generation %}" + thought))
+    row = {"prompt": TALK[:3], "completion": TALK[3:]}
+    assert trained(tmp_path, tokenizer, row) == ["[thought]a mat.<|end|>"]
+
+
 def test_the_turns_of_a_conversation_are_held_out_together(tmp_path: Path) -> None:
     tokenizer = hf_tokenizer(FORGETFUL)
     talks = [[*TALK[:-1], {"role": "assistant", "content": f"a mat {number}."}] for number in range(60)]

@@ -44,7 +44,7 @@ class Chat:
         extra = _template_arguments(row)
         self._require_tool_calls(messages, extra)
         if self._has_marks(bool(extra.get("tools"))):
-            tokens, ignored = self._by_marks(messages, extra)
+            tokens, ignored = self._by_marks(messages, extra, num_prompt or 0)
         else:
             turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             found = self._by_difference(messages, turns, extra)
@@ -86,13 +86,15 @@ class Chat:
         if is_left_out:
             raise RowError("the chat template leaves out tool_calls (data.chat_template can name one that has them)")
 
-    def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> Encoded:
+    def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any], num_prompt: int) -> Encoded:
         if isinstance(self._tokenizer, ByteTokenizer):
             rendered = self._apply(messages, extra)
             return list(rendered["input_ids"]), [not said for said in rendered["assistant_masks"]]
         # Not by apply_chat_template's own mask: it looks up the tokens of a turn's first and last character, which have
         # none where a tokenizer leaves spaces out of its offsets, and then loses turns or runs on to the end.
         text, turns = self._render(messages, extra)
+        if num_prompt:  # by their number: a template may render them otherwise when more follows
+            turns = turns[len(self._render(messages[:num_prompt], extra)[1]) :]
         encoded = self._tokenize([text], return_offsets_mapping=True)
         tokens, offsets = encoded["input_ids"][0], encoded["offset_mapping"][0]
         return list(tokens), _outside(offsets, turns)

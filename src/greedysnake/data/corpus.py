@@ -30,7 +30,7 @@ from greedysnake.data.rows import read_rows
 from greedysnake.data.tokenizers import Tokenizer, tokenizer_identity
 from greedysnake.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 """Part of the key: raised when the same rows would give other files."""
 
 KEPT_MESSAGES = 100
