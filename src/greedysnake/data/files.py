@@ -121,7 +121,7 @@ def _walk(folder: Path, left_out: frozenset[str]) -> list[Path]:
             folders.clear()
             continue
         seen.add(os.path.realpath(where))
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         found += [Path(where, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 

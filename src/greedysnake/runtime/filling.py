@@ -35,18 +35,12 @@ def fill_ram(
     if _needed(make_plan(chosen, more), num_micro_batches, activation_bytes, late=False) <= ram:
         slots = more  # else the shares that stay as they are leave no room for more
 
-    def plan_with(name: str, share: float) -> Plan:
-        return make_plan(replace(chosen, **{name: share}), slots)
+    def needed(name: str, share: float) -> int:
+        plan = make_plan(replace(chosen, **{name: share}), slots)
+        return _needed(plan, num_micro_batches, activation_bytes, late=name == "optimizer_ram")
 
     for name in free:
-        most = 1.0 - placement.activations_device if name == "activations_ram" else 1.0
-        share = _largest(
-            lambda tried, name=name: (  # type: ignore[misc]
-                _needed(plan_with(name, tried), num_micro_batches, activation_bytes, late=name == "optimizer_ram")
-                <= ram
-            ),
-            most,
-        )
+        share = _largest_share(lambda tried, name=name: needed(name, tried) <= ram)  # type: ignore[misc]
         chosen = replace(chosen, **{name: share})
     return make_plan(chosen, slots)
 
@@ -73,12 +67,12 @@ def _more_slots(slots: Slots, taken: dict[str, int], ram: int) -> Slots:
     )
 
 
-def _largest(fits: Callable[[float], bool], most: float) -> float:
-    """The largest share up to `most` that fits, to one part in 256 of it; 0 when none does."""
-    if fits(most):
-        return most
+def _largest_share(fits: Callable[[float], bool]) -> float:
+    """To one part in 256; 0 when none fits."""
+    if fits(1.0):
+        return 1.0
     low, high = 0, 256
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(most * middle / 256) else (low, middle)
-    return most * low / 256
+        low, high = (middle, high) if fits(middle / 256) else (low, middle)
+    return low / 256
