@@ -299,6 +299,10 @@ def test_the_exported_tokenizer_has_the_chat_template_of_the_training(tmp_path: 
     assert run("train", tmp_path / "train.yaml")[0] == 0
     assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == template
+    (tmp_path / "own.jinja").unlink()
+    code, _, errors = run("export", str(tmp_path / "run"), str(tmp_path / "again"))
+    assert code == 2 and "could not read" in errors and "own.jinja" in errors
+    assert not (tmp_path / "again").exists()  # nothing is half written
 
 
 def test_verify_prints_the_agreement(tmp_path: Path, run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,16 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
     config = load_run(run)
     if not holds_checkpoint(config.storage[0]):
         raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
+    # What can be missing is read before anything is written.
+    tokenizer: Any = None if config.model.tokenizer is None else load_tokenizer(config.model.tokenizer)
+    with explained("read", Path(config.data.chat_template)):
+        template = Path(config.data.chat_template).read_bytes() if config.data.chat_template else b""
     model = make_model(config, model_configuration(config))
     with open_engine(config, model, device="cpu", ram=ram_budget(config), resume=True) as engine:
         export_model(engine, model, out, dtype=dtype)
-        if config.model.tokenizer is not None:  # that of the model's own folder is there already
-            tokenizer: Any = load_tokenizer(config.model.tokenizer)
-            tokenizer.save_pretrained(out)
-        if config.data.chat_template:  # else the model would be asked in another form than it was trained in
-            with explained("copy", Path(config.data.chat_template)):
-                shutil.copyfile(config.data.chat_template, out / "chat_template.jinja")
+        with explained("write", out):
+            if tokenizer is not None:  # else it came with the model's own folder
+                tokenizer.save_pretrained(out)
+            if template:  # else the model would be asked in another form than it was trained in
+                (out / "chat_template.jinja").write_bytes(template)
         return engine.num_steps
