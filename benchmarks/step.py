@@ -207,7 +207,8 @@ def run_system(
     folders = [str(Path(directory) / f"{name}-{os.getpid()}") for directory in options.storage]
     try:
         result = run_worker(name, arguments, folders)
-        if name == "greedysnake" and result.get("ssd_read_bytes") and "ssd_bytes_per_s" in bounds:
+        has_whole_files = name == "greedysnake" and not options.no_checkpoints
+        if has_whole_files and result.get("ssd_read_bytes") and "ssd_bytes_per_s" in bounds:
             after = run_worker("drive", arguments, folders)["ssd_bytes_per_s"]
             before = bounds.get("ssd_before_bytes_per_s", bounds["ssd_bytes_per_s"])
             bounds = {**bounds, "ssd_bytes_per_s": after, "ssd_before_bytes_per_s": before}
