@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from step_bounds import mixed_bandwidth, run_bounds
+from step_bounds import run_bounds
 from step_systems import (
     count_params,
     flops_per_token,
@@ -64,6 +64,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-checkpoints", action="store_true", help="no room on the drive for what lives in RAM")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-bounds", action="store_true", help="skip the measurement of the bounds")
+    parser.add_argument("--drive-seconds", type=float, default=6.0, help="for each measurement of the drives")
+    parser.add_argument(
+        "--alternate",
+        action="store_true",
+        help="measure the drives in greedysnake's own files after every step, which then ends with a flush: for drives "
+        "whose speed drifts from minute to minute",
+    )
     parser.add_argument("--trace", default=None, help="write a Perfetto timeline of greedysnake's last step here")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
@@ -105,7 +112,6 @@ def work(options: argparse.Namespace) -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, parse_size(options.vram_cap) / total))
     runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "bounds": run_bounds,
-        "drive": lambda o: {"ssd_bytes_per_s": mixed_bandwidth(o, again=True)},
         "greedysnake": run_greedysnake,
         "pytorch": run_pytorch,
         "pytorch-no-recompute": lambda o: run_pytorch(o, recompute=False),
@@ -149,19 +155,31 @@ def summarise(name: str, result: dict[str, Any], options: argparse.Namespace, bo
         "steps_s": result["steps_s"],
     }
     ssd_bytes = result.get("ssd_read_bytes", 0) + result.get("ssd_write_bytes", 0)
-    if ssd_bytes and bounds.get("ssd_bytes_per_s"):
-        row["ssd_bound_s"] = ssd_bytes / bounds["ssd_bytes_per_s"]
-        row["of_ssd_bound"] = row["ssd_bound_s"] / step_s
-        row["of_26_bytes_per_param"] = 26 * count_params(options) / bounds["ssd_bytes_per_s"] / step_s
+    rates = result.get("drive_bytes_per_s") or [bounds.get("ssd_bytes_per_s", 0.0)]
+    if ssd_bytes and all(rates):
+        share = drive_share_per_byte(rates, result["steps_s"])
+        row["of_ssd_bound"] = ssd_bytes * share
+        row["of_26_bytes_per_param"] = 26 * count_params(options) * share
     if bounds.get("layer_forward_s"):
         layer_s = bounds["layer_forward_s"] + bounds["layer_backward_s"]
         row["layers_alone_s"] = layer_s * options.layers * options.micro_batches
     return row
 
 
+def drive_share_per_byte(rates: list[float], spans: list[float]) -> float:
+    """The share of a step that the drives need for one byte. With a rate after every step, that of each step is the
+    mean of those before and after it, and the median step speaks."""
+    if len(rates) < len(spans):
+        steps = sorted(spans[1:] or spans)
+        return len(rates) / sum(rates) / steps[len(steps) // 2]
+    shares = sorted(2 / (rates[i - 1] + rates[i]) / spans[i] for i in range(1, len(spans)))
+    return shares[len(shares) // 2]
+
+
 DETAILS = (
     "bound",
     "bound_fraction",
+    "drive_bytes_per_s",
     "of_26_bytes_per_param",
     "layers_alone_s",
     "busy_s",
@@ -179,7 +197,7 @@ def print_table(rows: list[dict[str, Any]], options: argparse.Namespace, bounds:
     )
     rates = [f"{name} {value / 1e9:.2f}e9" for name, value in bounds.items() if "per_s" in name]
     layer = [f"{name} {value:.5f}" for name, value in bounds.items() if name.startswith("layer")]
-    print("bounds: " + ", ".join(rates + layer))
+    print("bounds before: " + ", ".join(rates + layer))
     print(
         f"{'system':22} {'tokens/s':>9} {'TFLOP/s':>8} {'step s':>7} {'SSD r/w GB':>13} {'h2d/d2h GB':>12} "
         f"{'VRAM GB':>8} {'RSS GB':>7} {'of SSD bound':>12}"
@@ -199,23 +217,14 @@ def print_table(rows: list[dict[str, Any]], options: argparse.Namespace, bounds:
         print(f"    {json.dumps(details, default=str)}")
 
 
-def run_system(
-    name: str, arguments: list[str], options: argparse.Namespace, bounds: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A system in a process of its own, with an empty folder on each drive that is removed afterwards. Returns what it
-    measured, and the bounds, with what the drives did right after it in its own files: their speed drifts."""
+def run_system(name: str, arguments: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """A system in a process of its own, with an empty folder on each drive that is removed afterwards."""
     folders = [str(Path(directory) / f"{name}-{os.getpid()}") for directory in options.storage]
     try:
-        result = run_worker(name, arguments, folders)
-        has_whole_files = name == "greedysnake" and not options.no_checkpoints
-        if has_whole_files and result.get("ssd_read_bytes") and "ssd_bytes_per_s" in bounds:
-            after = run_worker("drive", arguments, folders)["ssd_bytes_per_s"]
-            before = bounds.get("ssd_before_bytes_per_s", bounds["ssd_bytes_per_s"])
-            bounds = {**bounds, "ssd_bytes_per_s": after, "ssd_before_bytes_per_s": before}
+        return run_worker(name, arguments, folders)
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-    return result, bounds
 
 
 def main() -> None:
@@ -227,7 +236,7 @@ def main() -> None:
     bounds = {} if options.no_bounds else run_worker("bounds", arguments, options.storage)
     rows = []
     for name in options.systems:
-        result, bounds = run_system(name, arguments, options, bounds)
+        result = run_system(name, arguments, options)
         rows.append({"system": name, **result} if "failed" in result else summarise(name, result, options, bounds))
         print_table(rows[-1:], options, bounds)
     print_table(rows, options, bounds)

@@ -8,64 +8,35 @@ import time
 from pathlib import Path
 from typing import Any
 
-from step_systems import io_options, llama_config
+from step_drive import mixed_bandwidth
+from step_systems import llama_config
 
 
 def run_bounds(options: argparse.Namespace) -> dict[str, Any]:
-    """What the machine can do: the drives under the mix of a step, PCIe both ways at once, one layer's compute."""
+    """What the machine can do before anything ran: the drives under the mix of a step, PCIe, one layer's compute."""
     found: dict[str, Any] = {}
     if options.storage:
-        found["ssd_bytes_per_s"] = mixed_bandwidth(options)
+        found["ssd_bytes_per_s"] = new_file_bandwidth(options)
     if options.device == "cuda":
         found.update(device_bounds(options))
     return found
 
 
-def mixed_bandwidth(options: argparse.Namespace, *, again: bool = False, seconds: float = 6.0) -> float:
-    """Bytes/s of reads and writes together, 14 : 12 as in a step, one chunk per request, on all directories. The
-    memory is of the kind that the engine uses. `again` uses the files that the engine has left, from end to end: a
-    drive may be faster in a small file."""
-    from greedysnake.runtime.arena import Arena
-    from greedysnake.runtime.io import IoEngine
-
-    chunk_bytes = options.chunk_params * 12
-    num_chunks, num_buffers, depth = 24, 8, 6
-    for directory in options.storage:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-    name = "greedysnake.extents" if again else f"bounds-{os.getpid()}"
-    paths = [Path(directory) / name for directory in options.storage]
-    if again:
-        num_chunks = min(path.stat().st_size for path in paths) // chunk_bytes
-    with IoEngine(**vars(io_options(options))) as io, Arena(num_buffers * chunk_bytes) as arena:
-        buffers = [arena.allocate(chunk_bytes, "bounds").random_(0, 255) for _ in range(num_buffers)]
-        addresses = [buffer.data_ptr() for buffer in buffers]
-        files = [io.open(path, create=not again) for path in paths]
-        try:
-            for file in [] if again else files:
-                os.posix_fallocate(file.fd, 0, chunk_bytes * num_chunks)
-                for index in range(num_chunks):
-                    io.wait(io.submit("write", file, index * chunk_bytes, addresses[index % num_buffers], chunk_bytes))
-            tickets: list[Any] = []
-            number = num_writes = 0
-            start_s = time.perf_counter()
-            while time.perf_counter() - start_s < seconds:
-                is_write = num_writes * 26 < number * 12
-                num_writes += is_write
-                where = (number * 7 % num_chunks) * chunk_bytes  # a prime: all of the file, not in its order
-                kind: Any = "write" if is_write else "read"
-                file = files[number % len(files)]
-                tickets.append(io.submit(kind, file, where, addresses[number % num_buffers], chunk_bytes))
-                number += 1
-                if len(tickets) >= depth:
-                    io.wait(tickets.pop(0))
-            for ticket in tickets:
-                io.wait(ticket)
-            return float(number * chunk_bytes) / (time.perf_counter() - start_s)
-        finally:
-            for file, path in zip(files, paths, strict=True):
-                file.close()
-                if not again:
-                    path.unlink(missing_ok=True)
+def new_file_bandwidth(options: argparse.Namespace) -> float:
+    """In new files of 2 GB. A drive may be slower in large ones: greedysnake measures again, in its own files."""
+    paths = [Path(directory) / f"bounds-{os.getpid()}" for directory in options.storage]
+    block = os.urandom(1 << 24)
+    try:
+        for path in paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                for _ in range(120):
+                    file.write(block)
+                os.fsync(file.fileno())
+        return float(mixed_bandwidth(options, paths, options.drive_seconds))
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 def device_bounds(options: argparse.Namespace) -> dict[str, float]:

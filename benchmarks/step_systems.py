@@ -6,9 +6,10 @@ import argparse
 import gc
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from step_drive import io_options, mixed_bandwidth, pairs
 
 # The model, for everyone
 
@@ -118,6 +119,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import greedysnake as gs
+    from greedysnake.runtime.directory import EXTENTS
     from greedysnake.trace import totals, write_perfetto
 
     placement = gs.Placement(**{name: float(share) for name, share in pairs(options.placement)})
@@ -149,28 +151,37 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
     batches = [
         {"input_ids": torch.randint(0, options.vocab, shape, generator=generator)} for _ in range(options.micro_batches)
     ]
-    results = []
-    times = [time.perf_counter()]
+    results, spans, rates = [], [], []
+    files = [Path(directory) / EXTENTS for directory in options.storage]
     with engine:
         for step in range(options.steps):
             if step == options.steps - 1:
                 engine.records.clear()
+            start_s, before = time.perf_counter(), kernel_io()
             results.append(engine.step(batches))
+            if options.alternate:
+                engine.flush()
+            spans.append(time.perf_counter() - start_s)
+            after = kernel_io()
+            if options.alternate:
+                rates.append(mixed_bandwidth(options, files, options.drive_seconds))
             if step == 0:  # a full collection of what torch has loaded takes long; none of it will go
                 gc.collect()
                 gc.freeze()
-            times.append(time.perf_counter())
         arena_peak = engine.arena.peak_bytes
+        if files and not options.no_bounds and not options.alternate:
+            engine.flush()
+            rates.append(mixed_bandwidth(options, files, options.drive_seconds))
     last = results[-1]
     if options.trace:
         write_perfetto(engine.records, options.trace)
-    spans = [later - earlier for earlier, later in pairwise(times)]
     return {
         "build_s": build_s,
         "steps_s": spans,
+        "drive_bytes_per_s": rates,
         "losses": [result.loss for result in results],
-        "ssd_read_bytes": last.ssd_read_bytes,
-        "ssd_write_bytes": last.ssd_write_bytes,
+        "ssd_read_bytes": after[0] - before[0],
+        "ssd_write_bytes": after[1] - before[1],
         "h2d_bytes": last.h2d_bytes,
         "d2h_bytes": last.d2h_bytes,
         "bound": last.bound,
@@ -179,17 +190,6 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         "grad_norm": last.grad_norm,
         "busy_s": dict(totals(engine.records).busy_s) if options.trace else None,
     }
-
-
-def io_options(options: argparse.Namespace) -> Any:
-    import greedysnake as gs
-
-    values: dict[str, Any] = {name: value if name == "backend" else int(value) for name, value in pairs(options.io)}
-    return gs.IoOptions(**values)
-
-
-def pairs(texts: list[str]) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in (text.split("=", 1) for text in texts)]
 
 
 # Peers
