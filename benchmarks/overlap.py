@@ -2,8 +2,9 @@
 
 The drive is the I/O engine's rate limit; the device is blocks that wait instead of computing, so that the cores are
 free for the engine. Blocks have parameters, so all bytes flow: read, updated by the real optimizer and written.
-Four questions: is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, what does
-vertical gain over horizontal, and what does a late share of the update gain when both resources are equally busy.
+Five questions: is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, what does
+vertical gain over horizontal, what does a late share of the update gain when both resources are equally busy, and what
+does exact clipping cost then.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Setup:
     schedule: str = "vertical"
     first_in_ram: bool = False
     """The embedding and the first layer live in RAM: the next step needs them as soon as they are updated."""
+    max_grad_norm: float | None = None
+    optimistic: bool = False
 
     @property
     def forward_s(self) -> float:
@@ -149,7 +152,7 @@ class Measured:
 
 
 def measure(setup: Setup, directory: Path, num_steps: int, trace: Path | None = None) -> Measured:
-    """Trains for `num_steps` after one that fills the pipeline."""
+    """Trains for `num_steps` after those that fill the pipeline: the third is the first with tentative updates."""
     chunk_params = setup.params_per_layer // setup.chunks_per_layer
     with (
         tempfile.TemporaryDirectory(dir=directory) as storage,
@@ -164,11 +167,14 @@ def measure(setup: Setup, directory: Path, num_steps: int, trace: Path | None = 
             chunk_params=chunk_params,
             io=gs.IoOptions(total_bytes_per_s=setup.bytes_per_s, piece_bytes=1 << 16),
             num_threads=1,
+            max_grad_norm=setup.max_grad_norm,
+            optimistic=setup.optimistic,
             trace=True,
         ) as engine,
     ):
         batches = setup.batches()
-        engine.step(batches)
+        for _ in range(3 if setup.optimistic else 1):
+            engine.step(batches)
         engine.records.clear()
         gc.collect()
         starts_s = [time.perf_counter()]
@@ -244,6 +250,18 @@ def knee(base: Setup, directory: Path, num_steps: int) -> tuple[Row, dict[float,
     return row, step_s
 
 
+def clipping(base: Setup, directory: Path, num_steps: int, unclipped_s: float) -> list[Row]:
+    """The same knee with a norm that is computed and never reached: updates that wait for it have the forward only."""
+    base = replace(base, first_in_ram=True, alpha=0.2, max_grad_norm=1e9)
+    setup = replace(base, compute_s=base.ssd_s)
+    waiting_s = measure(setup, directory, num_steps).step_s
+    optimistic_s = measure(replace(setup, optimistic=True), directory, num_steps).step_s
+    return [
+        Row("knee, clipping, optimistic", optimistic_s, "no clipping", unclipped_s, unclipped_s / optimistic_s, 0.95),
+        Row("knee, clipping, optimistic", optimistic_s, "waiting", waiting_s, waiting_s / optimistic_s, 1.4),
+    ]
+
+
 def tracing_share(base: Setup, directory: Path) -> float:
     """Share of a step that goes into recording it: the cost of one record times their number. Two runs differ by
     more than that, so the cost is measured by itself."""
@@ -284,7 +302,7 @@ def main() -> None:
         make(base, arguments.directory, arguments.steps) for make in (ssd_bound, compute_bound, vertical_or_horizontal)
     ]
     row, step_s = knee(base, arguments.directory, arguments.steps)
-    rows.append(row)
+    rows += [row, *clipping(base, arguments.directory, arguments.steps, step_s[0.2])]
     share = tracing_share(base, arguments.directory)
     if arguments.json:
         result = {

@@ -126,7 +126,21 @@ def test_ram_bytes_counts_what_stays() -> None:
         "weights": 2 * 2 * GRANULE,
         "optimizer state": 10 * GRANULE,
         "gradients": 4 * GRANULE,
+        "tentative weights": 0,
     }
+
+
+def test_tentative_updates_are_those_that_would_be_early_and_need_the_ssd() -> None:
+    blocks = make_blocks(2, 1)
+    placement = Placement(weights_ram=1, optimizer_ram=0.5)
+    homes = chunk_homes(blocks, placement, alpha=0, clipping=True, tentative=True)
+    assert all(home.late for block in homes for home in block)
+    assert [[home.tentative for home in block] for block in homes] == [
+        [home.state is Home.SSD for home in block] for block in homes
+    ]
+    number = sum(home.tentative for block in homes for home in block)
+    assert ram_bytes(blocks, homes, PRECISIONS["bfloat16"])["tentative weights"] == 2 * number * GRANULE
+    assert not any(home.tentative for block in chunk_homes(blocks, placement, alpha=0, clipping=True) for home in block)
 
 
 def test_without_storage_everything_must_live_in_ram() -> None:

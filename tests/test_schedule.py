@@ -19,7 +19,7 @@ from greedysnake.holdings import resources_of
 from greedysnake.ops import Cursor, Kind, Lane, Op, Plan, Resource
 from greedysnake.placement import Placement, Slots, chunk_homes, keep_on_device
 from greedysnake.report.schedule_text import example_plan, schedule_text
-from greedysnake.schedule import evaluation, flush, horizontal, vertical
+from greedysnake.schedule import ahead, evaluation, flush, horizontal, vertical
 from greedysnake.shapes import GRANULE, PRECISIONS, BlockShape, Chunk, total_params
 from greedysnake.verify import Listing, check_order, dependencies, step_device_bytes, step_ssd_bytes, verify
 
@@ -32,6 +32,12 @@ def make_listings(plan: Plan, kinds: Sequence[tuple[str, int]]) -> list[Listing]
     for kind, num_micro_batches in kinds:
         if kind == "flush":
             listings.append(Listing(kind, 0, tuple(flush(plan, cursor))))
+        elif kind in ("confirmed", "revoked"):
+            ops = vertical(replace(plan, tentative=plan.may_be_tentative), cursor, num_micro_batches)
+            listings.append(Listing("vertical", num_micro_batches, tuple(ops), confirmed=kind == "confirmed"))
+            cursor.confirm() if kind == "confirmed" else cursor.revoke()
+            if plan.may_be_tentative:
+                listings.append(Listing("ahead", 0, tuple(ahead(plan, cursor))))
         else:
             ops = SCHEDULES[kind](plan, cursor, num_micro_batches)
             listings.append(Listing(kind, num_micro_batches, tuple(ops)))
@@ -57,6 +63,7 @@ def make_plan(
     precision: str = "bfloat16",
     placement: Placement | None = None,
     slots: Slots | None = None,
+    tentative: bool = False,
 ) -> Plan:
     """Embedding, layers and head of equal shape, all trainable, everything on SSD."""
     pools = ["ends", *["layers"] * (num_blocks - 2), "ends"][:num_blocks] if num_blocks > 1 else ["layers"]
@@ -66,7 +73,7 @@ def make_plan(
     placement = placement or Placement()
     return Plan(
         tuple(blocks),
-        chunk_homes(blocks, placement, alpha=alpha, clipping=clipping),
+        chunk_homes(blocks, placement, alpha=alpha, clipping=clipping, tentative=tentative),
         PRECISIONS[precision],
         placement,
         slots or Slots(),
@@ -116,7 +123,8 @@ def plans(draw: st.DrawFn, *, spills: bool = True) -> Plan:
     blocks = list(keep_on_device(blocks, placement))
     slots = Slots(*(draw(st.integers(1, 4)) for _ in range(5)))
     clipping = draw(st.booleans())
-    homes = chunk_homes(blocks, placement, alpha=draw(fractions), clipping=clipping)
+    tentative = clipping and draw(st.booleans())
+    homes = chunk_homes(blocks, placement, alpha=draw(fractions), clipping=clipping, tentative=tentative)
     precision = PRECISIONS[draw(st.sampled_from(sorted(PRECISIONS)))]
     return Plan(tuple(blocks), homes, precision, placement, slots, clipping, users)
 
@@ -127,7 +135,7 @@ def kinds(*training: str) -> st.SearchStrategy[list[tuple[str, int]]]:
 
 
 @settings(max_examples=250, deadline=None)
-@given(plans(), kinds("vertical"))
+@given(plans(), kinds("vertical", "confirmed", "revoked"))
 def test_any_sequence_of_vertical_steps_evaluations_and_flushes_is_correct(
     plan: Plan, listed: list[tuple[str, int]]
 ) -> None:
@@ -229,6 +237,49 @@ def test_clipping_saves_the_last_block_and_the_shared_parameters_one_read_of_the
     plain, clipped = (make_plan(4, shared=True, clipping=clipping) for clipping in (False, True))
     fetched_once = plain.blocks[3].num_params + plain.blocks[4].num_params
     assert sum(step_ssd_bytes(plain, 3)) - sum(step_ssd_bytes(clipped, 3)) == 2 * fetched_once
+
+
+def test_a_tentative_step_moves_as_much_as_one_without_clipping() -> None:
+    plan = replace(make_plan(alpha=0.25, clipping=True, tentative=True), tentative=True)
+    unclipped = make_plan(alpha=0.25)
+    assert step_ssd_bytes(plan, 3) == step_ssd_bytes(unclipped, 3)
+    assert step_device_bytes(plan, 3) == step_device_bytes(unclipped, 3)
+
+
+def test_a_revoked_step_is_done_again_in_the_next_forward() -> None:
+    plan = make_plan(alpha=0.25, clipping=True, tentative=True)
+    listings = make_listings(plan, [("confirmed", 2), ("revoked", 2), ("vertical", 2), ("flush", 0)])
+    verify(plan, listings)
+    tried = {(op.block, op.index) for op in listings[2].ops if op.kind is Kind.UPDATE and op.tentative}
+    again = {
+        (op.block, op.index)
+        for listing in listings[3:5]
+        for op in listing.ops
+        if op.kind is Kind.UPDATE and not op.tentative
+    }
+    assert tried and tried <= again
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"confirmed": False}, "has uploads|uploads weight|runs 1 times|needs"),
+        ({"ops": Kind.WRITE}, "never written"),
+        ({"ops": Kind.SQUARES}, "needs"),
+    ],
+)
+def test_a_tentative_step_that_goes_wrong_is_rejected(change: dict[str, Any], message: str) -> None:
+    plan = make_plan(alpha=0.25, clipping=True, tentative=True)
+    first, *rest = make_listings(plan, [("confirmed", 2), ("confirmed", 2), ("flush", 0)])
+    if "confirmed" in change:  # what follows was written for a step that counts
+        broken = replace(first, confirmed=False)
+    else:
+        left_out = next(
+            op for op in first.ops if op.kind is change["ops"] and (op.tentative or op.kind is not Kind.WRITE)
+        )
+        broken = replace(first, ops=tuple(op for op in first.ops if op is not left_out))
+    with pytest.raises(VerifyError, match=message):
+        verify(plan, [broken, *rest])
 
 
 def test_a_spilled_gradient_adds_8_bytes_per_parameter() -> None:

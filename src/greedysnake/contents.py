@@ -31,6 +31,8 @@ class Contents:
         """What was written and not yet read, with the op that wrote it."""
         self.updates: Counter[tuple[int, int]] = Counter()
         """How many updates every chunk has seen."""
+        self.tentative: dict[tuple[int, int], bool] = {}
+        """Chunks with an update in this listing that does not count yet, and whether it was written."""
         self.micro_batches: list[int] = []
         """How many micro-batches every training step had, the one at hand included."""
         self.number = -1
@@ -55,6 +57,7 @@ class Contents:
             _ACTIONS[op.kind](self)
             self.require(not self.reads, "reads", self.reads, ", which it does not need")
             self.require(not self.writes, "writes", self.writes, ", which it does not fill")
+        self.settle()
         self.end()
 
     def check_op(self, existing: set[Resource]) -> None:
@@ -69,7 +72,7 @@ class Contents:
             self.require(op.index < self.listing.num_micro_batches, "has no such micro-batch")
         else:
             self.require(op.index < len(self.plan.blocks[op.block].chunks), "has no such chunk")
-        set_flags = {name for name in ("first", "last", "first_shared", "whole", "ahead") if getattr(op, name)}
+        set_flags = {name for name in _ALL_FLAGS if getattr(op, name)}
         self.require(set_flags <= _FLAGS.get(op.kind, set()), "has flags", set_flags)
         for resource in op.reads:
             self.unread.pop(resource, None)
@@ -91,19 +94,38 @@ class Contents:
 
     def end(self) -> None:
         """The listing is over: what it sent home was fetched, and only updates of the step just ended may be open."""
+        if self.listing.kind == "ahead" and not all(op.ahead for op in self.listing.ops):
+            raise VerifyError("what is done ahead has ops that are not")
         for resource, op in self.unread.items():
             if resource[0] == "activation":
                 raise VerifyError(f"{op} writes {show(resource)}, and nothing reads it ({self.listing.kind})")
-        if self.listing.kind != "flush" and self.held.get(("loss",)) != self.number:
+        if self.listing.runs and self.held.get(("loss",)) != self.number:
             raise VerifyError(f"L{self.plan.num_compute - 1}.0 is missing in listing {self.number}")
         self.step += self.listing.trains
         for block, index in chunks_of(self.plan):
             done = self.updates[block, index]
             wanted = [self.step if self.plan.blocks[block].chunks[index].trainable else 0]
-            if self.listing.trains and self.plan.homes[block][index].late:
+            if (self.listing.trains or self.listing.kind == "ahead") and self.plan.homes[block][index].late:
                 wanted.append(self.step - 1)
             if done not in wanted:
                 raise VerifyError(f"A{block}.{index} ran {done} times in {self.step} steps ({self.listing.kind})")
+
+    def settle(self) -> None:
+        """The norm is known: tentative updates count, or everything is as it was before them but for the gradients."""
+        for (block, index), was_written in self.tentative.items():
+            if not was_written:
+                raise VerifyError(f"A{block}.{index} is tentative and never written")
+            if self.listing.confirmed:
+                self.updates[block, index] += 1
+                done = self.updates[block, index]
+                self.held["ssd", block, index] = self.parts(block, index, Home.SSD, done)
+                self.held["ram", block, index] = self.parts(block, index, Home.RAM, done)
+                self.unread.pop(("kept", block, index), None)
+            else:
+                self.unread.pop(("ram", block, index), None)
+        if self.tentative:  # it is what settled them
+            self.unread.pop(("verdict",), None)
+        self.tentative.clear()
 
     # What an op may touch, and what it must find
 
@@ -374,7 +396,7 @@ class Contents:
 
     def squares(self) -> None:
         gradient = self.own_gradient(self.step)
-        self.find(gradient, "kept", "spill")
+        self.find(gradient, "kept", "spill", "update.gradient")
         old = self.held["squares",]
         assert isinstance(old, frozenset)
         self.require(gradient not in old, "adds the same gradient to the norm twice")
@@ -384,7 +406,7 @@ class Contents:
         self.moves(self.plan.precision.gradient_bytes)
         self.require(self.is_spilled(), "spills a gradient that lives in RAM")
         gradient = self.own_gradient(self.step)
-        self.find(gradient, "spill")
+        self.find(gradient, "spill", "update.gradient")
         self.held[self.own(self.writes, "kept")] = gradient
 
     def recall_gradient(self) -> None:
@@ -398,16 +420,28 @@ class Contents:
         done = self.updates[block, index]
         self.require(self.chunk.trainable, "updates a frozen chunk")
         self.require(done < len(self.micro_batches), "has no step left to belong to")
-        self.find(done, "verdict")
         source = self.find(self.own_gradient(done), "update.gradient", "kept")
         self.require(source[0] != "kept" or not self.is_spilled(), "reads a spilled gradient as if it were in RAM")
         home = self.plan.homes[block][index]
+        if self.op.tentative:
+            self.require(home.tentative and done == self.step, "is tentative, and may not be")
+            self.require((block, index) not in self.tentative, "is tentative a second time")
+            self.require(
+                self.held.get(("kept", block, index)) == self.own_gradient(done), "keeps no gradient to do it again"
+            )
+        else:
+            self.find(done, "verdict")
         for name, place, part in (("weight", home.weight, Weight), ("state", home.state, State)):
             if place is Home.SSD:
                 slot = self.next(self.writes, f"update.{name}")
                 self.holds(slot, part(block, index, done))
                 self.held[slot] = part(block, index, done + 1)
         in_ram = self.parts(block, index, Home.RAM, done)
+        if self.op.tentative:
+            self.tentative[block, index] = False
+            if in_ram:
+                self.holds(self.own(self.writes, "ram"), in_ram)
+            return
         if in_ram:
             slot = self.own(self.writes, "ram")
             self.holds(slot, in_ram)
@@ -420,11 +454,19 @@ class Contents:
         self.moves(
             (home.weight is Home.SSD) * precision.weight_bytes + (home.state is Home.SSD) * precision.state_bytes
         )
-        newest = self.updates[self.op.block, self.op.index]
+        key = (self.op.block, self.op.index)
+        newest = self.updates[key]
+        if self.op.tentative:
+            self.require(key in self.tentative, "is tentative, and its update is not")
+            newest += 1
         for name, place, part in (("weight", home.weight, Weight), ("state", home.state, State)):
             if place is Home.SSD:
                 self.find(part(self.op.block, self.op.index, newest), f"update.{name}")
-        self.held[self.own(self.writes, "ssd")] = self.parts(self.op.block, self.op.index, Home.SSD, newest)
+        slot = self.own(self.writes, "ssd")
+        if self.op.tentative:
+            self.tentative[key] = True
+        else:
+            self.held[slot] = self.parts(*key, Home.SSD, newest)
 
     # Tensors between blocks and their homes
 
@@ -484,7 +526,10 @@ _OF_MICRO_BATCHES = {
     *(Kind.PARK, Kind.GET, Kind.SPILL, Kind.RECALL),
 }
 _DONE_AHEAD = {Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.LOAD_STATE, Kind.RECALL_GRADIENT, Kind.UPDATE, Kind.WRITE}
+_ALL_FLAGS = ("first", "last", "first_shared", "whole", "ahead", "tentative")
 _FLAGS = {kind: {"ahead"} for kind in _DONE_AHEAD} | {
+    Kind.UPDATE: {"ahead", "tentative"},
+    Kind.WRITE: {"ahead", "tentative"},
     Kind.LOAD_STATE: {"ahead", "whole"},
     Kind.DOWNLOAD: {"whole"},
     Kind.BACKWARD: {"first", "last", "first_shared"},
@@ -499,7 +544,7 @@ def check_compute(plan: Plan, listing: Listing) -> dict[tuple[Kind, int], int]:
     ops = [op for op in listing.ops if op.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATE)]
     last = plan.num_compute - 1
     passes: list[tuple[Kind, int]] = []
-    if listing.kind != "flush":
+    if listing.runs:
         passes = [(Kind.FORWARD, block) for block in range(last)]
         trained = [(Kind.BACKWARD, block) for block in range(last, plan.lowest - 1, -1)]
         passes += trained if listing.trains else [(Kind.EVALUATE, last)]

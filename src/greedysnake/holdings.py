@@ -13,14 +13,21 @@ class Listing:
     """One list of ops, and what it should be."""
 
     kind: str
-    """vertical, horizontal, evaluation or flush."""
+    """vertical, horizontal, evaluation, flush or ahead."""
     num_micro_batches: int
-    """0 for a flush."""
+    """0 for a flush and for what is done ahead."""
     ops: tuple[Op, ...]
+    confirmed: bool = True
+    """Whether its tentative updates, if it has any, count."""
 
     @property
     def trains(self) -> bool:
         return self.kind in ("vertical", "horizontal")
+
+    @property
+    def runs(self) -> bool:
+        """Whether it takes micro-batches through the blocks."""
+        return self.kind not in ("flush", "ahead")
 
     @property
     def num_kept(self) -> int:

@@ -29,7 +29,8 @@ class Lane(Enum):
     RECALL = "ssd_read.activations"
     WRITE = "ssd_write.state"
     SPILL = "ssd_write.activations"
-    CPU = "cpu"
+    CPU = "cpu.updates"
+    NORM = "cpu.norm"
 
     @property
     def link(self) -> str:
@@ -78,9 +79,9 @@ LANES = {
     Kind.SPILL_GRADIENT: Lane.WRITE,
     Kind.RECALL_GRADIENT: Lane.LOAD,
     Kind.ACCUMULATE: Lane.CPU,
-    Kind.SQUARES: Lane.CPU,
+    Kind.SQUARES: Lane.NORM,
     Kind.LOSS: Lane.DOWNLOAD,
-    Kind.VERDICT: Lane.CPU,
+    Kind.VERDICT: Lane.NORM,
 }
 
 
@@ -104,6 +105,8 @@ class Op:
     """S: reads the weight too; D: brings the weight down with the gradient."""
     ahead: bool = False
     """Done at the end of a step for the next one, to which its bytes belong."""
+    tentative: bool = False
+    """A, W: before the norm is known, as if nothing were clipped; counts only when the step is confirmed."""
 
     @property
     def lane(self) -> Lane:
@@ -126,6 +129,8 @@ class Plan:
     clipping: bool = False
     users_of_shared: frozenset[int] = frozenset()
     """Blocks that use the shared parameters."""
+    tentative: bool = False
+    """With clipping: the updates of chunks that may be tentative are done in the backward."""
 
     @cached_property
     def num_compute(self) -> int:
@@ -156,6 +161,11 @@ class Plan:
             for block, homes in zip(self.blocks, self.homes, strict=True)
             for chunk, home in zip(block.chunks, homes, strict=True)
         )
+
+    @cached_property
+    def may_be_tentative(self) -> bool:
+        """Whether there are updates that may be done before the norm is known."""
+        return any(home.tentative for homes in self.homes for home in homes)
 
     def keeps_weights(self, block: int) -> bool:
         """Whether a block's weights stay on the device from forward to backward."""
@@ -225,10 +235,21 @@ class Cursor:
         self.on_device: dict[int, Resource] = {}
         """Blocks whose weights are on the device, or on their way."""
         self.pending: set[tuple[int, int]] = set()
-        """Chunks whose update is still to be done. All are of the last step: the verdict that is in force when
-        they run, on the same in-order lane, is that step's."""
+        """Chunks whose update is still to be done. All are of the last step, whose verdict stays in force until they
+        have read it."""
         self.preloaded: dict[tuple[int, int], int] = {}
         """Chunks whose state was read ahead, and into which update slot."""
+        self.tentative: set[tuple[int, int]] = set()
+        """Chunks whose update in the last step is neither confirmed nor revoked."""
+
+    def confirm(self) -> None:
+        """The step was not clipped: its tentative updates are as good as any."""
+        self.tentative.clear()
+
+    def revoke(self) -> None:
+        """It was: they are still to be done, from the state before them."""
+        self.pending |= self.tentative
+        self.tentative.clear()
 
     def copy(self) -> Cursor:
         """A cursor at the same point, for a list that may not be run after all."""
@@ -237,4 +258,5 @@ class Cursor:
         other.on_device = dict(self.on_device)
         other.pending = set(self.pending)
         other.preloaded = dict(self.preloaded)
+        other.tentative = set(self.tentative)
         return other

@@ -62,6 +62,9 @@ class ChunkHome:
     """Its update is done in the next step's forward."""
     gradient: Home = Home.RAM
     """Where its gradient waits when the update is late."""
+    tentative: bool = False
+    """With clipping: in a step that is not expected to be clipped, its update is done in the backward all the same, and
+    revoked if it was."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,15 @@ def chunk_homes(
     alpha: float,
     clipping: bool,
     has_ssd: bool = True,
+    tentative: bool = False,
 ) -> tuple[tuple[ChunkHome, ...], ...]:
     """Homes for every chunk of every block.
 
     RAM goes to the first blocks first (their state is needed right after the step boundary), then evenly over
     the rest, so that the SSD has a steady load. With clipping every update is late: the norm exists only when
-    the backward has ended. A block that the device holds from its first to its last use (head, shared
-    parameters) is otherwise never late: its update has the whole backward, or comes first in it.
+    the backward has ended. With `tentative`, those that would not be late without clipping, and whose state lives on
+    SSD, may be done in the backward all the same. A block that the device holds from its first to its last use (head,
+    shared parameters) is otherwise never late: its update has the whole backward, or comes first in it.
     """
     if not has_ssd and (placement.weights_ram < 1 or placement.optimizer_ram < 1):
         raise ConfigError(
@@ -112,13 +117,9 @@ def chunk_homes(
         )
     weight_in_ram = _ram_flags(blocks, placement.weights_ram)
     state_in_ram = _ram_flags(blocks, placement.optimizer_ram)
-    may_be_late = [
-        chunk.trainable and (clipping or not is_fetched_once(blocks, index))
-        for index, block in enumerate(blocks)
-        for chunk in block.chunks
-    ]
-    late_flags = iter(spread(sum(may_be_late), 1.0 if clipping else alpha))
-    late = [next(late_flags) if may else False for may in may_be_late]
+    trainable = [chunk.trainable for block in blocks for chunk in block.chunks]
+    late_by_choice = _late_flags(blocks, alpha)
+    late = trainable if clipping else late_by_choice
     spill_flags = iter(spread(sum(late), placement.gradients_ram if has_ssd else 1.0))
     homes: list[ChunkHome] = []
     for position, is_late in enumerate(late):
@@ -129,10 +130,22 @@ def chunk_homes(
                 state=Home.RAM if state_in_ram[position] else Home.SSD,
                 late=is_late,
                 gradient=gradient,
+                tentative=tentative and is_late and not late_by_choice[position] and not state_in_ram[position],
             )
         )
     remaining = iter(homes)
     return tuple(tuple(next(remaining) for _ in block.chunks) for block in blocks)
+
+
+def _late_flags(blocks: Sequence[BlockShape], alpha: float) -> list[bool]:
+    """One flag per chunk, in block order: late if nothing is clipped."""
+    may_be_late = [
+        chunk.trainable and not is_fetched_once(blocks, index)
+        for index, block in enumerate(blocks)
+        for chunk in block.chunks
+    ]
+    flags = iter(spread(sum(may_be_late), alpha))
+    return [next(flags) if may else False for may in may_be_late]
 
 
 def is_fetched_once(blocks: Sequence[BlockShape], index: int) -> bool:
@@ -184,12 +197,14 @@ def _saved_homes(places: Sequence[tuple[int, int]], placement: Placement) -> dic
 def ram_bytes(
     blocks: Sequence[BlockShape], homes: Sequence[Sequence[ChunkHome]], precision: Precision
 ) -> dict[str, int]:
-    """Bytes that live in RAM for good: weights, optimizer state, gradients kept for late updates."""
-    total = {"weights": 0, "optimizer state": 0, "gradients": 0}
+    """Bytes that live in RAM for good: weights, optimizer state, gradients kept for late updates; and room for the new
+    weights of tentative updates."""
+    total = {"weights": 0, "optimizer state": 0, "gradients": 0, "tentative weights": 0}
     for block, block_homes in zip(blocks, homes, strict=True):
         for chunk, home in zip(block.chunks, block_homes, strict=True):
             if home.weight is Home.RAM:
                 total["weights"] += chunk.num_params * precision.weight_bytes
+                total["tentative weights"] += home.tentative * chunk.num_params * precision.weight_bytes
             if home.state is Home.RAM:
                 state = precision.state_bytes if chunk.trainable else precision.residual_bytes
                 total["optimizer state"] += chunk.num_params * state

@@ -28,7 +28,7 @@ from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
 from greedysnake.runtime.engine import Engine
-from greedysnake.runtime.footprint import Footprint, foresee, require_disk
+from greedysnake.runtime.footprint import Footprint, foresee, leaves_room, require_disk
 from greedysnake.runtime.host import ram_bytes
 from greedysnake.runtime.opening import holds_checkpoint, holds_store
 from greedysnake.runtime.optimizer import AdamW
@@ -111,6 +111,7 @@ def open_engine(
         resume=resume,
         overwrite=config.overwrite_output_dir and not resume,
         single_slot=options.single_slot,
+        optimistic=plan is not None and plan.may_be_tentative,
         verify_reads=options.verify_reads,
         num_threads=options.num_threads,
         compile=options.compile,
@@ -223,6 +224,25 @@ def make_model(config: Config, model_config: Any) -> CausalLM:
 
 def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> Footprint:
     """PlanError, beginning with engine.ram, when the budget is too small."""
+    options = config.engine
+    if options.optimistic is not False and _may_be_optimistic(config):
+        try:
+            footprint = _foresee(config, model, model_config, ram, optimistic=True)
+        except PlanError:
+            if options.optimistic:
+                raise
+        else:
+            if options.optimistic or leaves_room(footprint, config.storage):
+                return footprint
+    return _foresee(config, model, model_config, ram, optimistic=False)
+
+
+def _may_be_optimistic(config: Config) -> bool:
+    options = config.engine
+    return config.training.clip_norm is not None and options.schedule == "vertical" and not options.single_slot
+
+
+def _foresee(config: Config, model: Model, model_config: Any, ram: int, *, optimistic: bool) -> Footprint:
     training, options = config.training, config.engine
     hidden = model_config.get_text_config().hidden_size
     element_bytes = 4 if config.dtype == "float32" else 2
@@ -245,6 +265,7 @@ def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> F
             * int(hidden)
             * element_bytes,
             fill=options.fill_ram,
+            optimistic=optimistic,
         )
     except PlanError as error:
         raise PlanError(f"engine.ram: {error}") from error

@@ -39,6 +39,15 @@ def vertical(plan: Plan, cursor: Cursor, num_micro_batches: int) -> list[Op]:
         make.finish(block, gradients)
     make.finish_shared()
     make.norm()
+    if not plan.tentative:
+        make.prefetch()
+    return make.ops
+
+
+def ahead(plan: Plan, cursor: Cursor) -> list[Op]:
+    """What a step with tentative updates leaves to be done when its norm is known: starts what the next forward needs
+    first, now that it is certain what that is."""
+    make = _Maker(plan, cursor, 0)
     make.prefetch()
     return make.ops
 
@@ -362,7 +371,9 @@ class _Maker:
         for index, chunk in enumerate(self.plan.blocks[block].chunks):
             if chunk.trainable:
                 assert gradients is not None
-                if self.plan.homes[block][index].late:
+                if self.plan.tentative and self.plan.homes[block][index].tentative:
+                    self.tentative_update(block, index, gradients)
+                elif self.plan.homes[block][index].late:
                     self.keep_gradient(block, index, gradients)
                 else:
                     self.early_update(block, index, gradients)
@@ -389,7 +400,8 @@ class _Maker:
             update = self.take("update")
             if final and not late:
                 self.load(block, chunk_index, update, with_weight=is_fetched_once(self.plan.blocks, block))
-            self.download(block, chunk_index, gradients, update, weight=final and not late)
+            weight_to = update if final and not late else None
+            self.download(block, chunk_index, gradients, _part("gradient", update), weight_to=weight_to)
             self.add(Kind.ACCUMULATE, block, chunk_index, [_part("gradient", update)], [kept], first=index == 0)
             if final and self.plan.clipping:
                 self.add(Kind.SQUARES, block, chunk_index, [kept], [("squares",)])
@@ -420,9 +432,25 @@ class _Maker:
         update = self.take("update")
         fetched_once = is_fetched_once(self.plan.blocks, block)
         self.load(block, index, update, with_weight=fetched_once)
-        self.download(block, index, gradients, update, weight=True)
+        self.download(block, index, gradients, _part("gradient", update), weight_to=update)
         self.update(block, index, _part("gradient", update), update)
         self.give(update)
+
+    def tentative_update(self, block: int, index: int, gradients: Resource) -> None:
+        """An update before the norm is known. The gradient is kept, in case the step is clipped after all."""
+        update = self.take("update")
+        kept: Resource = ("kept", block, index)
+        is_spilled = self.plan.homes[block][index].gradient is Home.SSD
+        gradient = _part("gradient", update) if is_spilled else kept
+        self.load(block, index, update, with_weight=is_fetched_once(self.plan.blocks, block))
+        self.download(block, index, gradients, gradient, weight_to=update)
+        self.add(Kind.SQUARES, block, index, [gradient], [("squares",)])
+        if is_spilled:
+            nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.gradient_bytes
+            self.add(Kind.SPILL_GRADIENT, block, index, [gradient], [kept], nbytes)
+        self.update(block, index, gradient, update, tentative=True)
+        self.give(update)
+        self.cursor.tentative.add((block, index))
 
     def late_update(self, block: int, index: int) -> Resource:
         """Does a pending update; returns its slot, which still holds the new weights."""
@@ -442,7 +470,7 @@ class _Maker:
     def preload(self) -> None:
         """With all updates late, the SSD has little to do in the backward: reads ahead what the next forward
         updates first, as far as the update slots reach."""
-        if self.plan.has_early_updates:
+        if self.plan.has_early_updates or self.plan.tentative:
             return
         free = self.cursor.free["update", ""]
         self.ahead = True
@@ -467,24 +495,27 @@ class _Maker:
                 parts.append(_part("state", update))
             self.add(Kind.LOAD_STATE, block, index, [("ssd", block, index)], parts, nbytes, whole=whole)
 
-    def download(self, block: int, index: int, gradients: Resource, target: Resource, *, weight: bool = False) -> None:
-        """Brings a chunk's gradient to the host; with `weight`, its weight too if that lives on SSD, so that it
-        is not read from there a third time."""
+    def download(
+        self, block: int, index: int, gradients: Resource, target: Resource, *, weight_to: Resource | None = None
+    ) -> None:
+        """Brings a chunk's gradient to the host; with `weight_to`, an update slot, its weight too if that lives on SSD,
+        so that it is not read from there a third time."""
         chunk = self.plan.blocks[block].chunks[index]
         nbytes = chunk.num_params * self.plan.precision.gradient_bytes
         reads = [gradients]
-        from_device = (
-            weight and self.plan.homes[block][index].weight is Home.SSD and not is_fetched_once(self.plan.blocks, block)
-        )
-        writes = [_part("gradient", target) if target[0] == "update" else target]
+        writes = [target]
+        on_ssd = self.plan.homes[block][index].weight is Home.SSD
+        from_device = weight_to is not None and on_ssd and not is_fetched_once(self.plan.blocks, block)
         if from_device:
+            assert weight_to is not None
             reads.append(self.cursor.on_device[block])
-            writes.append(_part("weight", target))
+            writes.append(_part("weight", weight_to))
             nbytes += chunk.num_params * self.plan.precision.weight_bytes
         self.add(Kind.DOWNLOAD, block, index, reads, writes, nbytes, whole=from_device)
 
-    def update(self, block: int, index: int, gradient: Resource, update: Resource) -> None:
-        """Reads (verdict, gradient); writes the parts where they live and stores what lives on SSD."""
+    def update(self, block: int, index: int, gradient: Resource, update: Resource, *, tentative: bool = False) -> None:
+        """Reads (gradient, verdict); writes the parts where they live and stores what lives on SSD. A tentative one has
+        no verdict to go by, and leaves what lives there as it is: what is new goes beside it."""
         home = self.plan.homes[block][index]
         parts: list[Resource] = []
         if home.weight is Home.SSD:
@@ -492,10 +523,11 @@ class _Maker:
         if home.state is Home.SSD:
             parts.append(_part("state", update))
         in_ram: list[Resource] = [("ram", block, index)] if len(parts) < 2 else []
-        self.add(Kind.UPDATE, block, index, [("verdict",), gradient], [*parts, *in_ram])
+        verdict: list[Resource] = [] if tentative else [("verdict",)]
+        self.add(Kind.UPDATE, block, index, [gradient, *verdict], [*parts, *in_ram], tentative=tentative)
         if parts:
             nbytes = self.ssd_bytes(block, index, with_weight=True)
-            self.add(Kind.WRITE, block, index, parts, [("ssd", block, index)], nbytes)
+            self.add(Kind.WRITE, block, index, parts, [("ssd", block, index)], nbytes, tentative=tentative)
 
     def ssd_bytes(self, block: int, index: int, with_weight: bool) -> int:
         home, chunk = self.plan.homes[block][index], self.plan.blocks[block].chunks[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
 
 from greedysnake.contents import Contents
 from greedysnake.errors import VerifyError
@@ -92,7 +92,8 @@ def step_ssd_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -
     early update the weight comes down from the device. Only an early update of a block that is fetched once
     reads its weight a second time. All on SSD that is 26 B per trainable parameter (bf16; 28 in fp32) for any
     number of micro-batches and any alpha; with clipping 24 for the last block and the shared parameters.
-    Horizontally the 2 weight reads of a block become 2M. A spilled gradient adds 4 B each way.
+    Horizontally the 2 weight reads of a block become 2M. A spilled gradient adds 4 B each way, that of a tentative
+    update only where it is written. A tentative update is an early one otherwise.
     """
     read = write = 0
     for block, index in chunks_of(plan):
@@ -102,8 +103,9 @@ def step_ssd_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -
         if chunk.trainable:
             state = plan.precision.state_bytes if home.state is Home.SSD else 0
             spilled = plan.precision.gradient_bytes if home.late and home.gradient is Home.SSD else 0
-            num_reads += is_fetched_once(plan.blocks, block) and not home.late
-            read += chunk.num_params * (state + spilled)
+            waits = home.late and not (plan.tentative and home.tentative)
+            num_reads += is_fetched_once(plan.blocks, block) and not waits
+            read += chunk.num_params * (state + spilled * waits)
             write += chunk.num_params * (weight + state + spilled)
         read += chunk.num_params * weight * num_reads
     return read, write
@@ -118,14 +120,15 @@ def step_device_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical"
         if chunk.trainable:
             num_downloads = 1 if kind == "vertical" or block == plan.shared else num_micro_batches
             down += chunk.num_params * plan.precision.gradient_bytes * num_downloads
-            if not home.late and home.weight is Home.SSD and not is_fetched_once(plan.blocks, block):
+            waits = home.late and not (plan.tentative and home.tentative)
+            if not waits and home.weight is Home.SSD and not is_fetched_once(plan.blocks, block):
                 down += chunk.num_params * plan.precision.weight_bytes
     return up, down
 
 
 def num_passes(plan: Plan, block: int, num_micro_batches: int, kind: str) -> int:
     """How often a listing brings a block's weights to the device."""
-    if kind == "flush":
+    if kind in ("flush", "ahead"):
         return 0
     if block == plan.shared:
         return 1
@@ -137,8 +140,13 @@ def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
     """What a listing did ahead belongs to the next one that runs blocks. Uploads are counted in every listing,
     bytes in those that train right after another that trained: the steady state."""
     ahead: list[Op] = []
-    for previous, listing in pairwise((Listing("start", 0, ()), *listings)):
+    previous = Listing("start", 0, ())
+    for listing in listings:
         own = [op for op in listing.ops if not op.ahead]
+        if listing.kind == "ahead":
+            ahead += listing.ops
+            continue
+        before, previous = previous, listing
         if listing.kind == "flush":
             if any(op.kind is Kind.UPLOAD for op in listing.ops):
                 raise VerifyError("flush uploads weights, which nothing in it uses")
@@ -150,15 +158,19 @@ def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
             wanted = num_passes(plan, block, listing.num_micro_batches, listing.kind)
             if uploads[block, index] != wanted:
                 raise VerifyError(f"U{block}.{index} runs {uploads[block, index]} times, once per pass is {wanted}")
-        if not (previous.trains and listing.trains):
+        if not (before.trains and listing.trains and before.confirmed):
+            continue
+        tentative = [any(op.tentative for op in each.ops) for each in (before, listing)]
+        if tentative[0] != tentative[1]:
             continue
         moved: Counter[Lane] = Counter()
         for op in ops:
             moved[op.lane] += op.nbytes
         found = (moved[Lane.READ] + moved[Lane.LOAD], moved[Lane.WRITE], moved[Lane.UPLOAD], moved[Lane.DOWNLOAD])
+        as_run = replace(plan, tentative=tentative[0])
         formula = (
-            *step_ssd_bytes(plan, listing.num_micro_batches, listing.kind),
-            *step_device_bytes(plan, listing.num_micro_batches, listing.kind),
+            *step_ssd_bytes(as_run, listing.num_micro_batches, listing.kind),
+            *step_device_bytes(as_run, listing.num_micro_batches, listing.kind),
         )
         if found != formula:
             raise VerifyError(f"a step moves {found} bytes (ssd read, ssd write, h2d, d2h), the formula says {formula}")

@@ -150,7 +150,8 @@ class Actions:
         first = WEIGHT if home.weight is Home.SSD else STATE
         last = STATE if home.state is Home.SSD else WEIGHT
         address = self._address(op, self._buffers.update_slot(op.reads[0], op), first)
-        ticket = self._store.write(self._extent[op.block, op.index], address, slice(first, last + 1))
+        extent, run = self._extent[op.block, op.index], slice(first, last + 1)
+        ticket = self._store.write(extent, address, run, attempt=context.attempt if op.tentative else None)
         return self._storing(ticket, op.nbytes)
 
     def _address(self, op: Op, slot: torch.Tensor, part: int) -> int:

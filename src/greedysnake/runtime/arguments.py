@@ -52,6 +52,26 @@ def check_storage(storage: Sequence[str | PathLike[str]], *, resume: bool, check
         raise ConfigError("resume=True with checkpoints=False: a run without checkpoints cannot continue one")
 
 
+def check_optimistic(
+    optimistic: bool,
+    schedule: str,
+    max_grad_norm: float | None,
+    storage: Sequence[str | PathLike[str]],
+    *,
+    single_slot: bool,
+) -> None:
+    if not optimistic:
+        return
+    if max_grad_norm is None:
+        raise ConfigError("optimistic=True and max_grad_norm is None: without clipping there is nothing to wait for")
+    if schedule != "vertical":
+        raise ConfigError(f"optimistic=True needs the vertical schedule, schedule is {schedule!r}")
+    if not storage:
+        raise ConfigError("optimistic=True needs a storage directory: in RAM, updates that wait cost nothing")
+    if single_slot:
+        raise ConfigError("optimistic=True needs two more slots than single_slot=True leaves: give one of them")
+
+
 def checked_device(device: str | torch.device) -> torch.device:
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):

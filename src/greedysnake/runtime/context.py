@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from greedysnake.ops import Op
+from greedysnake.runtime.slots import Attempt
 
+TentativeWeights = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """What a block returns: the hidden state or the loss, and for some layers a second tensor that the loss depends on."""
 
@@ -29,6 +31,12 @@ class StepContext:
     """Outputs and input of the layers whose graph is kept, by block and micro-batch."""
     grad_norm: float | None = None
     skipped: bool = False
+    attempt: Attempt = field(default_factory=Attempt)
+    """What its tentative updates belong to."""
+    tentative: TentativeWeights = field(default_factory=dict)
+    """Of chunks whose weights live in RAM: the weights before a tentative update, and where those after it go."""
+    num_updates: int = 0
+    """Updates before it."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """Bytes of tensors between blocks, by lane, each on its own thread; the ops know the rest."""
 

@@ -76,6 +76,7 @@ class Engine:
         resume: bool = False,
         overwrite: bool = False,
         single_slot: bool = False,
+        optimistic: bool = False,
         checkpoints: bool = True,
         verify_reads: bool = True,
         io: IoOptions | None = None,
@@ -87,11 +88,14 @@ class Engine:
     ) -> None:
         """`storage` are directories, one per drive; none is needed when everything lives in RAM. `ram` is a hard
         budget for all host buffers. `single_slot` halves the disk space: a crash then loses the last checkpoint too.
+        `optimistic` is for clipping: after a step that was not clipped the next one does its updates in the backward,
+        before the norm is known, and once more if it was clipped after all. It takes half as much disk space again.
         Without `checkpoints` only what lives on SSD has room there, and `save` is refused. `num_threads` threads
         update chunks on the CPU, pinned to `cpus` if given.
         `decays(name, parameter)` says which parameters weight decay applies to."""
         arguments.check_numbers(dtype, alpha, max_grad_norm, chunk_params)
         arguments.check_storage(storage, resume=resume, checkpoints=checkpoints)
+        arguments.check_optimistic(optimistic, schedule, max_grad_norm, storage, single_slot=single_slot)
         write = find_schedule(schedule)
         self.device = arguments.checked_device(device)
         self.trace = trace
@@ -104,6 +108,7 @@ class Engine:
         self._dtype = arguments.DTYPES[dtype]
         self._step = 0
         self._num_skipped = 0
+        self._num_revoked = 0
         self._written_before = 0
         self._metadata: Mapping[str, object] = {}
         self._closed: str | None = None
@@ -117,6 +122,7 @@ class Engine:
             alpha=alpha,
             clipping=max_grad_norm is not None,
             has_ssd=bool(storage),
+            tentative=optimistic,
         )
         write(self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
         require_ram(self._plan, parse_size(ram))
@@ -136,6 +142,7 @@ class Engine:
                         resume=resume,
                         overwrite=overwrite,
                         checkpoints=checkpoints,
+                        spare_slot=optimistic,
                         verify_reads=verify_reads,
                     )
                 )
@@ -176,6 +183,12 @@ class Engine:
     def num_skipped(self) -> int:
         """Steps whose gradient was not finite."""
         return self._num_skipped
+
+    @property
+    def num_revoked(self) -> int:
+        """Steps whose updates were done before the norm was known, and then done again because it was clipped; since
+        the engine was made."""
+        return self._num_revoked
 
     @property
     def arena(self) -> Arena:
@@ -293,7 +306,15 @@ class Engine:
         num_targets = arguments.count_targets(self._model, micro_batches)
         with torch.inference_mode(False), self._on_compute_stream():
             batches = [arguments.to_device(batch, self.device) for batch in micro_batches]
-        return StepContext(self._step, batches, num_targets, lr, training)
+        return StepContext(
+            self._step,
+            batches,
+            num_targets,
+            lr,
+            training,
+            tentative=self._buffers.host.tentative_weights(),
+            num_updates=self._updates.num_updates,
+        )
 
     # From here on a failure, Ctrl-C included, closes the engine: ops that other ops wait for would not come.
 
@@ -301,10 +322,27 @@ class Engine:
         self._compute.set_training(True)
         moved = self._steps.train(self._step, len(context.batches), self._action(context))
         # The next forward waits for these lanes too, so waiting for them here costs nothing.
-        self._wait(Lane.COMPUTE, Lane.DOWNLOAD, *((Lane.CPU,) if self._plan.clipping else ()))
+        self._wait(Lane.COMPUTE, Lane.DOWNLOAD, *((Lane.NORM,) if self._plan.clipping else ()))
         skipped = self._judge(context)
+        self._settle(context)
         self._step += 1
         return self._result(context, moved, time.perf_counter() - start_s, skipped)
+
+    def _settle(self, context: StepContext) -> None:
+        """Clipping is decided: confirms or revokes tentative updates. The next step has them if this one was not
+        clipped, whether it had them or not."""
+        if not self._plan.may_be_tentative:
+            return
+        as_expected = self._updates.changed_nothing
+        if self._steps.is_open:
+            assert self._store is not None
+            self._store.end_attempt(context.attempt, confirmed=as_expected)
+            if as_expected:
+                self._buffers.host.confirm()
+            self._num_revoked += not as_expected
+            self._steps.tentative = as_expected
+            self._steps.settle(self._step, self._action(context), confirmed=as_expected)
+        self._steps.tentative = as_expected
 
     def _evaluate(self, context: StepContext) -> float:
         self._compute.set_training(False)

@@ -52,7 +52,8 @@ def _needed(plan: Plan, num_micro_batches: int, activation_bytes: int, *, late: 
     activations = (counts[Home.RAM] + (plan.slots.transfers if counts[Home.SSD] else 0)) * size
     largest = max(chunk.num_params for block in plan.blocks for chunk in block.chunks)
     spill = plan.slots.transfers * largest * plan.precision.gradient_bytes
-    fixed = sum(slot_bytes(plan).values()) + homes["weights"] + homes["optimizer state"] + activations
+    for_good = homes["weights"] + homes["optimizer state"] + homes["tentative weights"]
+    fixed = sum(slot_bytes(plan).values()) + for_good + activations
     spills = any(home.late and home.gradient is Home.SSD for block in plan.homes for home in block)
     return fixed + (homes["gradients"] if late else 0) + (spill if spills or not late else 0)
 

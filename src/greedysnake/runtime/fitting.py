@@ -23,11 +23,14 @@ def make_plan(
     alpha: float,
     clipping: bool,
     has_ssd: bool,
+    tentative: bool = False,
 ) -> Plan:
     shapes = keep_on_device([block.shape for block in blocks], placement)
     return Plan(
         shapes,
-        chunk_homes(shapes, placement, alpha=alpha, clipping=clipping, has_ssd=has_ssd),
+        chunk_homes(
+            shapes, placement, alpha=alpha, clipping=clipping, has_ssd=has_ssd, tentative=clipping and tentative
+        ),
         precision,
         placement,
         slots,
@@ -42,6 +45,7 @@ def require_ram(plan: Plan, budget_bytes: int) -> None:
     homes = ram_bytes(plan.blocks, plan.homes, plan.precision)
     needed["weights that live in RAM"] = homes["weights"]
     needed["optimizer state that lives in RAM"] = homes["optimizer state"]
+    needed["weights of tentative updates"] = homes["tentative weights"]
     total = sum(needed.values())
     if total > budget_bytes:
         raise PlanError(

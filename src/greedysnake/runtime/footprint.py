@@ -19,6 +19,7 @@ from greedysnake.runtime.flat import decays_by_default, survey
 from greedysnake.runtime.layout import Layout
 from greedysnake.runtime.memory import page_aligned
 from greedysnake.runtime.state import extent_specs
+from greedysnake.runtime.store import count_slots
 from greedysnake.shapes import GRANULE, PRECISIONS, total_params
 from greedysnake.sizes import format_size
 
@@ -35,6 +36,8 @@ class Footprint:
     ram_budget_bytes: int
     disk_bytes: tuple[int, ...]
     """Bytes of the store's files in each directory, all slots and scratch included."""
+    slot_bytes: tuple[int, ...] = ()
+    """Of these, what one slot takes."""
 
 
 def foresee(
@@ -53,13 +56,23 @@ def foresee(
     num_micro_batches: int,
     activation_bytes: int,
     fill: bool = False,
+    optimistic: bool = False,
 ) -> Footprint:
     """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there."""
     blocks = survey(model, max(GRANULE, chunk_params // GRANULE * GRANULE), decays_by_default, needs_values=False)
     has_ssd = num_directories > 0
 
     def plan_with(placement: Placement, slots: Slots) -> Plan:
-        return make_plan(blocks, PRECISIONS[dtype], placement, slots, alpha=alpha, clipping=clipping, has_ssd=has_ssd)
+        return make_plan(
+            blocks,
+            PRECISIONS[dtype],
+            placement,
+            slots,
+            alpha=alpha,
+            clipping=clipping,
+            has_ssd=has_ssd,
+            tentative=optimistic,
+        )
 
     plan = plan_with(placement, slots)
     if fill and vertical and has_ssd:
@@ -80,16 +93,18 @@ def foresee(
     scratch = [*step.ssd_activations, *step.spilled]
     homes = _homes(plan, step)
     disk: tuple[int, ...] = ()
+    slot: tuple[int, ...] = ()
     if has_ssd:
         layout = Layout.build(
             extent_specs(plan, checkpoints=True),
             scratch,
             num_members=num_directories,
-            num_slots=1 if single_slot else 2,
+            num_slots=count_slots(single_slot=single_slot, checkpoints=True, spare_slot=optimistic),
         )
+        slot = layout.slot_bytes
         disk = tuple(layout.extents_bytes(member) + layout.scratch_bytes[member] for member in range(num_directories))
     used = sum(row.get(Home.RAM, 0) for row in homes.values())
-    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk)
+    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk, slot)
 
 
 def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:
@@ -97,23 +112,53 @@ def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> Non
 
     Files of an earlier run of the same store count as room. Nothing is left behind.
     """
-    needed: dict[int, int] = {}
-    places: dict[int, list[Path]] = {}
-    for directory, nbytes in zip(map(Path, directories), footprint.disk_bytes, strict=True):
-        existing = _nearest_existing(directory)
-        _require_writable(directory, existing)
-        device = os.stat(existing).st_dev
-        needed[device] = needed.get(device, 0) + max(0, nbytes - _taken(directory))
-        places.setdefault(device, []).append(directory)
-    for device, nbytes in needed.items():
-        status = os.statvfs(_nearest_existing(places[device][0]))
-        free = status.f_bavail * status.f_frsize
+    for directory in map(Path, directories):
+        _require_writable(directory, _nearest_existing(directory))
+    for drive in _drives(footprint, directories):
+        nbytes, free = drive.needed_bytes, drive.free_bytes
         if nbytes > free:
             raise PlanError(
-                f"the store needs {format_size(nbytes)} more in {', '.join(map(str, places[device]))}, "
+                f"the store needs {format_size(nbytes)} more in {', '.join(map(str, drive.directories))}, "
                 f"{format_size(free)} are free there: free {format_size(nbytes - free)}, "
-                "add a directory on another drive, or set single_slot, which halves it"
+                f"add a directory on another drive, or set {_smaller(footprint)}"
             )
+
+
+def _smaller(footprint: Footprint) -> str:
+    if footprint.plan.may_be_tentative:
+        return "optimistic to false, which takes a third off"
+    return "single_slot, which halves it"
+
+
+def leaves_room(footprint: Footprint, directories: Sequence[str | Path]) -> bool:
+    """Whether every drive has room for the store, and for as much as one slot of it besides: an export, and other
+    people's files. What the drives already gave it does not count."""
+    return all(
+        not drive.needed_bytes or drive.free_bytes >= drive.needed_bytes + drive.slot_bytes
+        for drive in _drives(footprint, directories)
+    )
+
+
+@dataclass
+class _Drive:
+    directories: list[Path]
+    free_bytes: int
+    needed_bytes: int = 0
+    """Besides what the store has there already."""
+    slot_bytes: int = 0
+
+
+def _drives(footprint: Footprint, directories: Sequence[str | Path]) -> list[_Drive]:
+    """What the store takes of each drive, however many of its directories lie there."""
+    drives: dict[int, _Drive] = {}
+    for directory, nbytes, slot in zip(map(Path, directories), footprint.disk_bytes, footprint.slot_bytes, strict=True):
+        existing = _nearest_existing(directory)
+        status = os.statvfs(existing)
+        drive = drives.setdefault(os.stat(existing).st_dev, _Drive([], status.f_bavail * status.f_frsize))
+        drive.directories.append(directory)
+        drive.needed_bytes += max(0, nbytes - _taken(directory))
+        drive.slot_bytes += slot
+    return list(drives.values())
 
 
 @dataclass(frozen=True)
@@ -173,14 +218,14 @@ def _homes(plan: Plan, step: _Step) -> dict[str, dict[Home, int]]:
         "gradients": {Home.RAM: step.kept, Home.SSD: sum(step.spilled)},
         "buffers": {
             Home.DEVICE: _device_slots(plan) + step.device,
-            Home.RAM: sum(slot_bytes(plan).values()) + step.transfers,
+            Home.RAM: sum(slot_bytes(plan).values()) + step.transfers + in_ram["tentative weights"],
         },
     }
 
 
 def _in_ram(plan: Plan) -> dict[str, int]:
     homes = ram_bytes(plan.blocks, plan.homes, plan.precision)
-    return {name: homes[name] for name in ("weights", "optimizer state")}
+    return {name: homes[name] for name in ("weights", "optimizer state", "tentative weights")}
 
 
 def _device_slots(plan: Plan) -> int:

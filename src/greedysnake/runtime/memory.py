@@ -70,7 +70,19 @@ class HostMemory:
                 if home.state is Home.RAM and per_param:
                     state_bytes[number, index] = chunk.num_params * per_param
         self.weights = _carve(arena, weight_bytes, "weights that live in RAM")
+        tentative = {key: size for key, size in weight_bytes.items() if homes[key[0]][key[1]].tentative}
+        self.tentative = _carve(arena, tentative, "weights of tentative updates")
+        """New weights beside those that live in RAM, until it is known which of them count."""
         self.state = _carve(arena, state_bytes, "optimizer state that lives in RAM")
+
+    def tentative_weights(self) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
+        """Where weights are now, and where those after a tentative update go."""
+        return {key: (self.weights[key], tensor) for key, tensor in self.tentative.items()}
+
+    def confirm(self) -> None:
+        """The weights of tentative updates count, and those before them do not any more."""
+        for key, tensor in self.tentative.items():
+            self.weights[key], self.tentative[key] = tensor, self.weights[key]
 
     def update_slot(self, slot: int, num_params: int) -> torch.Tensor:
         """Where a chunk lies in an update slot: weight and state together, as they are stored, meeting at the same

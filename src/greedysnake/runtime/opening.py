@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from greedysnake.errors import StorageError
@@ -34,8 +35,9 @@ def holds_checkpoint(directory: Path) -> bool:
 
 def resume_store(
     directories: Sequence[StoreDirectory], layout: Layout, extents: Sequence[ExtentSpec], fingerprint: str
-) -> Manifest:
-    """The checkpoint in these directories, once it is sure that it is complete and of the same run."""
+) -> tuple[Manifest, Layout]:
+    """The checkpoint in these directories, once it is sure that it is complete and of the same run; and the layout,
+    with as many slots as it has or as are asked for, whichever are more."""
     manifest = _checkpoint(directories)
     differences = manifest.differences(fingerprint=fingerprint, num_slots=layout.num_slots, extents=extents)
     if differences:
@@ -43,8 +45,9 @@ def resume_store(
             f"the checkpoint of step {manifest.step} in {directories[0].path} is of another run: "
             f"{'; '.join(differences)}: give the same configuration, or another directory"
         )
+    stored = replace(layout, num_slots=manifest.num_slots)
     for member, directory in enumerate(directories):
-        wanted, got = layout.extents_bytes(member), directory.size(EXTENTS)
+        wanted, got = stored.extents_bytes(member), directory.size(EXTENTS)
         if got < wanted:
             raise StorageError(
                 f"{directory.path / EXTENTS} is truncated: it has {got} bytes, the checkpoint of step "
@@ -53,9 +56,10 @@ def resume_store(
                 wanted=wanted,
                 got=got,
             )
+    layout = replace(layout, num_slots=max(layout.num_slots, manifest.num_slots))
     _require_space(directories, layout)
     _allocate(directories, layout)
-    return manifest
+    return manifest, layout
 
 
 def create_store(
@@ -96,7 +100,8 @@ def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_b
         for member, directory in enumerate(directories)
     ]
     missing[0] += more_bytes
-    hint = "" if layout.num_slots == 1 else ", or pass single_slot=True, which halves it"
+    hints = {2: ", or pass single_slot=True, which halves it", 3: ", or pass optimistic=False, which takes a third off"}
+    hint = hints.get(layout.num_slots, "")
     require_space(directories, missing, hint)
 
 

@@ -1,13 +1,15 @@
-"""Which slot holds what: the two-slot rule as a table, without any I/O.
+"""Which slot holds what: the rule of the slots as a table, without any I/O.
 
 The *pinned* slot of a part belongs to the last checkpoint. Writes go to the working slot, which is the
 other one (in single_slot there is no other). The *current* slot holds the newest contents, whichever it is.
+A tentative write goes to a third one, the *spare*: until it is confirmed, the current one stays as it is.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from greedysnake.errors import StorageError
 from greedysnake.runtime.layout import ExtentSpec
@@ -25,12 +27,23 @@ class _Part:
     """A write was started and has not been settled: the newest contents are unknown."""
 
 
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """Tentative writes that count together or not at all."""
+
+    confirmed: bool | None = None
+    """None as long as it is open."""
+    settled: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(extent, part, slot, CRC) of those that have ended while it is open."""
+
+
 class SlotTable:
     """Slots and CRCs of all parts. Threads may work on different extents."""
 
     def __init__(self, extents: Sequence[ExtentSpec], num_slots: int) -> None:
         self._num_slots = num_slots
         self._parts = [[_Part() for _ in spec.parts] for spec in extents]
+        self._lock = threading.Lock()
 
     def to_read(self, extent: int, parts: range) -> tuple[dict[int, int], dict[int, int]]:
         """Current slot and CRC of each part; StorageError when one has no known contents."""
@@ -53,14 +66,43 @@ class SlotTable:
         for part in parts:
             state = self._parts[extent][part]
             state.unsettled = True
-            slots[part] = 0 if self._num_slots == 1 or state.pinned is None else 1 - state.pinned
+            in_place = state.current is not None and (state.current != state.pinned or self._num_slots == 1)
+            slots[part] = state.current if in_place and state.current is not None else self._free(state.pinned)
         return slots
+
+    def start_tentative_write(self, extent: int, parts: range) -> dict[int, int]:
+        """Spare slot of each part; what is current stays so."""
+        return {part: self._free(state.pinned, state.current) for part, state in self._states(extent, parts)}
+
+    def _states(self, extent: int, parts: range) -> Iterator[tuple[int, _Part]]:
+        return ((part, self._parts[extent][part]) for part in parts)
+
+    def _free(self, *taken: int | None) -> int:
+        return next(slot for slot in range(self._num_slots) if slot not in taken)
 
     def settle(self, extent: int, slots: Mapping[int, int], crcs: Mapping[int, int]) -> None:
         """The write of these parts has succeeded: their working slots are current."""
         for part, slot in slots.items():
             state = self._parts[extent][part]
             state.current, state.crc, state.unsettled = slot, crcs[part], False
+
+    def settle_tentative(
+        self, attempt: Attempt, extent: int, slots: Mapping[int, int], crcs: Mapping[int, int]
+    ) -> None:
+        """The tentative write of these parts has succeeded."""
+        with self._lock:
+            if attempt.confirmed is None:
+                attempt.settled += [(extent, part, slot, crcs[part]) for part, slot in slots.items()]
+                return
+        if attempt.confirmed:
+            self.settle(extent, slots, crcs)
+
+    def end_attempt(self, attempt: Attempt, *, confirmed: bool) -> None:
+        """Its writes, those still under way or to come included, count from now on; or never did."""
+        with self._lock:
+            attempt.confirmed = confirmed
+        for extent, part, slot, crc in attempt.settled if confirmed else ():
+            self.settle(extent, {part: slot}, {part: crc})
 
     def unsettled(self) -> list[tuple[int, int]]:
         """(extent, part) of every write that has not been settled."""

@@ -29,7 +29,7 @@ from greedysnake.runtime.io import File, IoEngine, Ticket
 from greedysnake.runtime.layout import ExtentSpec, Layout, Place, run_lengths
 from greedysnake.runtime.manifest import Manifest, plain_json
 from greedysnake.runtime.opening import allocate_scratch, create_store, resume_store
-from greedysnake.runtime.slots import SlotTable, same_slot
+from greedysnake.runtime.slots import Attempt, SlotTable, same_slot
 
 __all__ = ["ExtentSpec", "Store", "StoreTicket"]
 
@@ -62,6 +62,8 @@ class StoreTicket:
     extent: int | None
     """None for scratch."""
     runs: tuple[_Run, ...]
+    attempt: Attempt | None = None
+    """What a tentative write belongs to."""
 
 
 class Store:
@@ -81,14 +83,15 @@ class Store:
         resume: bool = False,
         overwrite: bool = False,
         checkpoints: bool = True,
+        spare_slot: bool = False,
         scratch: Sequence[int] = (),
         verify_reads: bool = True,
     ) -> None:
         """Open the store in `directories`: new, or with `resume` at its last checkpoint.
 
         `fingerprint` names what the extents hold; a checkpoint of another one is refused. `overwrite`
-        discards a checkpoint that is there. Without `checkpoints` none is published, and one slot is enough. `scratch`
-        gives the sizes of ranges that no checkpoint keeps.
+        discards a checkpoint that is there. Without `checkpoints` none is published, and one slot is enough. Tentative
+        writes need a `spare_slot`. `scratch` gives the sizes of ranges that no checkpoint keeps.
         """
         if resume and overwrite:
             raise ConfigError("resume and overwrite contradict each other: give one of them")
@@ -97,9 +100,8 @@ class Store:
         self._extents = tuple(extents)
         self._fingerprint = fingerprint
         self._io = io
-        num_slots = 1 if single_slot or not checkpoints else 2
+        num_slots = count_slots(single_slot=single_slot, checkpoints=checkpoints, spare_slot=spare_slot)
         self._layout = Layout.build(self._extents, scratch, num_members=len(self.directories), num_slots=num_slots)
-        self._slots = SlotTable(self._extents, self._layout.num_slots)
         self._checkpoint: Manifest | None = None
         self._lock = threading.Lock()
         self._tickets: set[StoreTicket] = set()
@@ -110,11 +112,13 @@ class Store:
         with ExitStack() as undo:
             self._members = [_enter(StoreDirectory(directory), undo) for directory in self.directories]
             if resume:
-                manifest = resume_store(self._members, self._layout, self._extents, fingerprint)
+                manifest, self._layout = resume_store(self._members, self._layout, self._extents, fingerprint)
                 self._checkpoint, self._store_id = manifest, manifest.store
-                self._slots.load(manifest.parts)
             else:
                 self._store_id = create_store(self._members, self._layout, self._extents, overwrite)
+            self._slots = SlotTable(self._extents, self._layout.num_slots)
+            if self._checkpoint:
+                self._slots.load(self._checkpoint.parts)
             self._files = [self._open(member, EXTENTS, undo) for member in range(len(self._members))]
             self._scratch_resources = undo.enter_context(ExitStack())
             self._scratch_files = [
@@ -150,8 +154,16 @@ class Store:
         slots, crcs = self._slots.to_read(extent, chosen)
         return self._submit("read", extent, address, slots, crcs, urgent)
 
-    def write(self, extent: int, address: int, parts: slice | range = ALL, urgent: bool = False) -> StoreTicket:
-        """Start to write a run of parts from memory at `address`; the last checkpoint stays as it is."""
+    def write(
+        self,
+        extent: int,
+        address: int,
+        parts: slice | range = ALL,
+        urgent: bool = False,
+        attempt: Attempt | None = None,
+    ) -> StoreTicket:
+        """Start to write a run of parts from memory at `address`; the last checkpoint stays as it is. As part of an
+        `attempt`, the newest contents stay as they are too, until `end_attempt` confirms it."""
         chosen = self._chosen(extent, parts)
         spec = self._extents[extent]
         start = address - spec.offsets[chosen.start]
@@ -161,8 +173,15 @@ class Store:
             if self._layout.num_slots == 1 and self.has_checkpoint:
                 self._members[0].rename(MANIFEST, MANIFEST_IN_USE)
                 self._in_place = True
-            slots = self._slots.start_write(extent, chosen)
-        return self._submit("write", extent, address, slots, crcs, urgent)
+            if attempt:
+                slots = self._slots.start_tentative_write(extent, chosen)
+            else:
+                slots = self._slots.start_write(extent, chosen)
+        return self._submit("write", extent, address, slots, crcs, urgent, attempt)
+
+    def end_attempt(self, attempt: Attempt, *, confirmed: bool) -> None:
+        """Its writes, those still to come included, count from now on; or never did."""
+        self._slots.end_attempt(attempt, confirmed=confirmed)
 
     def read_scratch(self, index: int, address: int, nbytes: int, offset: int = 0, urgent: bool = False) -> StoreTicket:
         """Start to read `nbytes` at `offset` of a scratch range; its contents are not checked."""
@@ -189,7 +208,11 @@ class Store:
             return
         if ticket.kind == "write":
             for run in ticket.runs:
-                self._slots.settle(ticket.extent, dict.fromkeys(run.crcs, run.slot), run.crcs)
+                slots = dict.fromkeys(run.crcs, run.slot)
+                if ticket.attempt:
+                    self._slots.settle_tentative(ticket.attempt, ticket.extent, slots, run.crcs)
+                else:
+                    self._slots.settle(ticket.extent, slots, run.crcs)
         elif self.verify_reads:
             self._verify(ticket.extent, ticket.runs)
 
@@ -282,6 +305,7 @@ class Store:
         slots: Mapping[int, int],
         crcs: Mapping[int, int],
         urgent: bool,
+        attempt: Attempt | None = None,
     ) -> StoreTicket:
         place, spec = self._layout.extents[extent], self._extents[extent]
         file = self._file(self._files, place)
@@ -299,7 +323,7 @@ class Store:
                 self._drain(runs)  # memory of the caller must not be in flight when this raises
                 raise
             runs.append(_Run(io_ticket, file, offset, target, slot, run_crcs))
-        return self._under_way(StoreTicket(kind, extent, tuple(runs)))
+        return self._under_way(StoreTicket(kind, extent, tuple(runs), attempt))
 
     def _submit_scratch(
         self, kind: Literal["read", "write"], index: int, address: int, nbytes: int, offset: int, urgent: bool
@@ -399,6 +423,11 @@ class Store:
             # Either manifest may be the one that lasts, so both slots are pinned and neither may be written.
             self._broken = str(error)
             raise
+
+
+def count_slots(*, single_slot: bool, checkpoints: bool, spare_slot: bool) -> int:
+    """How many places every extent has: for a checkpoint, for what is newest, for what may become so."""
+    return (1 if single_slot or not checkpoints else 2) + spare_slot
 
 
 def _enter(directory: StoreDirectory, undo: ExitStack) -> StoreDirectory:

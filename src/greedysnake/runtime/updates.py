@@ -61,6 +61,11 @@ class Updates:
         self._largest = torch.zeros(len(blocks), dtype=torch.float32, device="cpu", pin_memory=pinned)
         """Of each block, the bound on its last gradient that the device found."""
 
+    @property
+    def changed_nothing(self) -> bool:
+        """Whether the last step's gradient was applied as it is: neither clipped nor skipped."""
+        return self._verdict is not None and self._verdict.scale == 1.0 and not self._verdict.skip
+
     def loss_sum(self) -> float:
         """The summed loss that the last L op brought to the host."""
         return float(self._loss.item())
@@ -121,15 +126,28 @@ class Updates:
 
     def update(self, op: Op, context: StepContext) -> int:
         verdict = self._verdict
+        if op.tentative:
+            verdict = Verdict(replace(self._optimizer, lr=context.lr), context.num_updates + 1, scale=1.0, skip=False)
         assert verdict is not None
         if verdict.skip:
             return 0
         if not self._buffers.plan.clipping and not self._is_finite(op.block):
             return 0
         chunk = self._buffers.chunk(op)
+        weights = self._weights_in_ram(op, context)
         for start, end, decay in self._decay_ranges(op.block, chunk):
-            self._adamw(op, chunk, start, end, replace(verdict.optimizer, weight_decay=decay), verdict)
+            self._adamw(op, chunk, start, end, replace(verdict.optimizer, weight_decay=decay), verdict, weights)
         return 0
+
+    def _weights_in_ram(self, op: Op, context: StepContext) -> int:
+        """Address of the weights to update, if they live in RAM."""
+        if self._buffers.plan.homes[op.block][op.index].weight is not Home.RAM:
+            return 0
+        if not op.tentative:
+            return self._buffers.host.weights[op.block, op.index].data_ptr()
+        before, after = context.tentative[op.block, op.index]
+        ctypes.memmove(after.data_ptr(), before.data_ptr(), before.nbytes)
+        return after.data_ptr()
 
     def _decay_ranges(self, block: int, chunk: Chunk) -> list[tuple[int, int, float]]:
         """Cuts a chunk where weight decay ends; offsets within the chunk."""
@@ -137,19 +155,21 @@ class Updates:
         ranges = [(0, boundary, self._optimizer.weight_decay), (boundary, chunk.num_params, 0.0)]
         return [(start, end, decay) for start, end, decay in ranges if end > start]
 
-    def _adamw(self, op: Op, chunk: Chunk, start: int, end: int, optimizer: AdamW, verdict: Verdict) -> None:
+    def _adamw(
+        self, op: Op, chunk: Chunk, start: int, end: int, optimizer: AdamW, verdict: Verdict, in_ram: int
+    ) -> None:
         plan, host = self._buffers.plan, self._buffers.host
         precision, home = plan.precision, plan.homes[op.block][op.index]
         slot = next((part for part in op.writes if str(part[0]).startswith("update.")), None)
         base = 0 if slot is None else self._buffers.update_slot(slot, op).data_ptr()
-        weight = host.weights[op.block, op.index].data_ptr() if home.weight is Home.RAM else base
+        weight = in_ram or base
         if home.state is Home.RAM:
             state = host.state[op.block, op.index].data_ptr()
         else:
             state = base + chunk.num_params * precision.weight_bytes
         exp_avg = state + chunk.num_params * precision.residual_bytes
         exp_avg_sq = exp_avg + chunk.num_params * 4
-        gradient = self._buffers.chunk_gradient(op.reads[1], op).data_ptr()
+        gradient = self._buffers.chunk_gradient(op.reads[0], op).data_ptr()
         values = Gradient(gradient + start * precision.gradient_bytes, "float32", end - start)
         weight += start * precision.weight_bytes
         moments = (exp_avg + start * 4, exp_avg_sq + start * 4, end - start)
