@@ -54,6 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--vram-cap", default=None, help="torch may not allocate more than this")
     parser.add_argument("--alpha", type=float, default=0.25)
     parser.add_argument("--clip", type=float, default=None, help="max_grad_norm")
+    parser.add_argument("--optimistic", action="store_true", help="with --clip: updates before the norm is known")
     parser.add_argument("--schedule", default="vertical")
     parser.add_argument("--placement", nargs="*", default=[], metavar="NAME=SHARE", help="fields of gs.Placement")
     parser.add_argument("--slots", nargs="*", default=[], metavar="NAME=COUNT", help="fields of gs.Slots")

@@ -133,6 +133,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         device=options.device,
         alpha=options.alpha,
         max_grad_norm=options.clip,
+        optimistic=options.optimistic,
         schedule=options.schedule,
         placement=placement,
         slots=slots,
@@ -188,6 +189,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         "bound_fraction": last.bound_fraction,
         "arena_peak_bytes": arena_peak,
         "grad_norm": last.grad_norm,
+        "num_revoked": engine.num_revoked,
         "busy_s": dict(totals(engine.records).busy_s) if options.trace else None,
     }
 

@@ -125,6 +125,17 @@ def test_every_plan_gives_the_same_bits(device: str, tmp_path: Path) -> None:
     expected = train(tmp_path / "expected", device, alpha=0.25)
     clipped = train(tmp_path / "clipped", device, max_grad_norm=0.5)
     assert clipped[0] != expected[0]
+    for clip in (0.5, 100.0):  # every step clipped, and hardly any
+        waiting = clipped if clip == 0.5 else train(tmp_path / "waiting", device, max_grad_norm=clip)
+        for weights_ram in (0, 1):
+            found = train(
+                tmp_path / f"optimistic {clip} {weights_ram}",
+                device,
+                max_grad_norm=clip,
+                optimistic=True,
+                placement=gs.Placement(weights_ram=weights_ram),
+            )
+            require_equal(found, waiting, f"optimistic, {clip}, {weights_ram}")
     for number, (name, options) in enumerate(PLANS.items()):
         clip, wanted = (0.5, clipped) if number % 2 else (None, expected)
         require_equal(train(tmp_path / str(number), device, max_grad_norm=clip, **options), wanted, name)

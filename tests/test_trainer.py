@@ -13,7 +13,7 @@ import sys
 import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from rich.console import Console
 import greedysnake as gs
 from greedysnake import trainer
 from greedysnake.data import corpus
+from greedysnake.placement import Home
 from greedysnake.report.metrics import KEYS, MetricsFile
 from greedysnake.report.progress import Progress, Summary, step_line, summary_text
 from greedysnake.runtime.footprint import Footprint
@@ -214,9 +215,11 @@ def test_epochs_make_no_step_too_many(tmp_path: Path, epochs: float, steps: int)
     assert gs.Trainer(values, console=quiet()).prepared.num_steps == steps
 
 
-def test_what_a_run_takes_is_foreseen_to_the_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimistic", [True, False])
+def test_what_a_run_takes_is_foreseen_to_the_byte(tmp_path: Path, optimistic: bool) -> None:
     values = values_in(tmp_path, max_steps=2)
-    values["engine"] |= {"placement": {"activations_ram": 0.5, "gradients_ram": 0.5, "optimizer_ram": 0.3}}
+    shares = {"activations_ram": 0.5, "gradients_ram": 0.5, "optimizer_ram": 0.3, "weights_ram": 0.6}
+    values["engine"] |= {"placement": shares, "optimistic": optimistic}
     trainer = gs.Trainer(values, console=quiet())
     footprint: Footprint = trainer.prepared.footprint
     trainer.train()
@@ -231,9 +234,70 @@ def test_what_a_run_takes_is_foreseen_to_the_byte(tmp_path: Path) -> None:
         max_grad_norm=1.0,
         placement=trainer.config.engine.placement,
         chunk_params=4096,
+        optimistic=optimistic,
     ) as engine:
         engine.step(trainer.prepared.train.micro_batches(0, 2))
         assert engine.arena.peak_bytes == footprint.ram_bytes
+
+
+def slots_of(trainer: gs.Trainer) -> float:
+    footprint = trainer.prepared.footprint
+    scratch = sum(row.get(Home.SSD, 0) for name, row in footprint.homes.items() if name in ("activations", "gradients"))
+    return (sum(footprint.disk_bytes) - scratch) / sum(footprint.slot_bytes)
+
+
+def test_updates_do_not_wait_for_the_norm_where_the_drive_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the store, and for a slot more."""
+    values = values_in(tmp_path, max_steps=4)
+    trainer = gs.Trainer(values, console=quiet())
+    assert trainer.prepared.footprint.plan.may_be_tentative
+    assert slots_of(trainer) == 3
+    slot = sum(trainer.prepared.footprint.slot_bytes)
+    real = os.statvfs
+
+    def nearly_full(path: object) -> object:
+        return SimpleNamespace(f_bavail=(4 * slot - 4096) // 4096, f_frsize=4096, f_blocks=real("/").f_blocks)
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    text = io.StringIO()
+    trainer = gs.Trainer(values, console=Console(file=text, width=200))
+    assert not trainer.prepared.footprint.plan.may_be_tentative
+    assert slots_of(trainer) == 2
+    trainer.train()
+    assert "updates wait for the norm of the whole gradient" in text.getvalue()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_drive_may_have_room_for_tentative_updates_in_one_part_of_a_run_only(
+    first: bool, tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = values_in(tmp_path, eval_steps=4, save_steps=3)
+    values["engine"]["optimistic"] = first
+    step = gs.Engine.step
+
+    def stop_after_five(engine: gs.Engine, *batches: Any, **options: Any) -> gs.StepResult:
+        if engine.num_steps == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine, *batches, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gs.Engine, "step", stop_after_five)
+        assert train(values).stopped_by == "SIGTERM"
+    values["engine"]["optimistic"] = not first
+    trainer = gs.Trainer(values, console=quiet())
+    assert trainer.prepared.resume and trainer.prepared.footprint.plan.may_be_tentative is not first
+    trainer.train()
+    assert curve(tmp_path / "run") == curve(straight / "run")
+
+
+def test_with_everything_in_ram_no_third_slot_is_taken(tmp_path: Path) -> None:
+    values = values_in(tmp_path)
+    values["engine"] |= {"fill_ram": True, "ram": "256MiB"}
+    trainer = gs.Trainer(values, console=quiet())
+    assert not trainer.prepared.footprint.plan.may_be_tentative
+    assert slots_of(trainer) == 2
 
 
 def test_metrics_survive_a_torn_line_and_drop_what_is_after_the_checkpoint(tmp_path: Path) -> None:

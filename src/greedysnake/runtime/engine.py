@@ -142,7 +142,7 @@ class Engine:
                         resume=resume,
                         overwrite=overwrite,
                         checkpoints=checkpoints,
-                        spare_slot=optimistic,
+                        spare_slot=self._plan.may_be_tentative,
                         verify_reads=verify_reads,
                     )
                 )

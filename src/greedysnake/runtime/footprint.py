@@ -99,7 +99,7 @@ def foresee(
             extent_specs(plan, checkpoints=True),
             scratch,
             num_members=num_directories,
-            num_slots=count_slots(single_slot=single_slot, checkpoints=True, spare_slot=optimistic),
+            num_slots=count_slots(single_slot=single_slot, checkpoints=True, spare_slot=plan.may_be_tentative),
         )
         slot = layout.slot_bytes
         disk = tuple(layout.extents_bytes(member) + layout.scratch_bytes[member] for member in range(num_directories))
