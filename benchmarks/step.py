@@ -188,6 +188,8 @@ DETAILS = (
     "losses",
     "steps_s",
     "arena_peak_bytes",
+    "grad_norm",
+    "num_revoked",
 )
 
 

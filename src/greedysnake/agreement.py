@@ -103,6 +103,7 @@ def train_here(
         max_grad_norm=config.training.clip_norm,
         placement=options.placement,
         slots=options.slots,
+        optimistic=config.may_be_optimistic,
         chunk_params=CHUNK_PARAMS,
         compile=options.compile,
     ) as engine:

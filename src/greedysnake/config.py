@@ -270,6 +270,13 @@ class Config:
             )
 
     @property
+    def may_be_optimistic(self) -> bool:
+        """Whether updates need not wait for the norm, if there is room for that."""
+        options = self.engine
+        clips, vertical = self.training.clip_norm is not None, options.schedule == "vertical"
+        return options.optimistic is not False and clips and vertical and not options.single_slot
+
+    @property
     def dtype(self) -> str:
         return self.engine.dtype or _DTYPES[self.training.bf16 is not False]
 

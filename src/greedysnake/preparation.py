@@ -224,22 +224,17 @@ def make_model(config: Config, model_config: Any) -> CausalLM:
 
 def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> Footprint:
     """PlanError, beginning with engine.ram, when the budget is too small."""
-    options = config.engine
-    if options.optimistic is not False and _may_be_optimistic(config):
+    if config.may_be_optimistic:
+        asked_for = config.engine.optimistic
         try:
             footprint = _foresee(config, model, model_config, ram, optimistic=True)
         except PlanError:
-            if options.optimistic:
+            if asked_for:
                 raise
         else:
-            if options.optimistic or leaves_room(footprint, config.storage):
+            if asked_for or leaves_room(footprint, config.storage):
                 return footprint
     return _foresee(config, model, model_config, ram, optimistic=False)
-
-
-def _may_be_optimistic(config: Config) -> bool:
-    options = config.engine
-    return config.training.clip_norm is not None and options.schedule == "vertical" and not options.single_slot
 
 
 def _foresee(config: Config, model: Model, model_config: Any, ram: int, *, optimistic: bool) -> Footprint:
