@@ -3,24 +3,31 @@ the same bits as updates that wait."""
 
 from __future__ import annotations
 
+import io
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import greedysnake as gs
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, PlanError
 from greedysnake.ops import Kind, Op
+from greedysnake.runtime import footprint
 from greedysnake.runtime.actions import Actions
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.slots import Attempt, SlotTable
 from reference import OPTIMIZER, Batch, Trained, make_batches, make_parts, num_targets, take_values, train_engine
 from test_bitwise import Poison, require_equal
+from training import values_in
 
 NUM_STEPS = 14
 CLIP = 20.0
@@ -222,6 +229,106 @@ def test_a_step_that_is_not_clipped_moves_as_much_as_one_without_clipping(tmp_pa
         without.ssd_read_bytes,
         without.ssd_write_bytes,
     )
+
+
+# Room
+
+
+def trainer(directory: Path, *, num_steps: int = 2, **engine: Any) -> gs.Trainer:
+    values = values_in(directory, max_steps=num_steps)
+    values["engine"] |= engine
+    return gs.Trainer(values, console=Console(file=io.StringIO(), width=200))
+
+
+def train_foreseen(directory: Path, **engine: Any) -> gs.Trainer:
+    """Trains; what the run takes of the drive must be what was foreseen."""
+    made = trainer(directory, **engine)
+    made.train()
+    files = [directory / "run" / "store" / f"greedysnake.{name}" for name in ("extents", "scratch")]
+    taken = sum(file.stat().st_size for file in files if file.exists())
+    assert taken == sum(made.prepared.footprint.disk_bytes)
+    return made
+
+
+def leave(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drives as the footprint sees them have so much room."""
+    status = SimpleNamespace(f_bavail=free_bytes, f_frsize=1)
+    monkeypatch.setattr(footprint, "os", SimpleNamespace(stat=os.stat, statvfs=lambda path: status))
+
+
+@pytest.mark.parametrize("optimistic", [None, True])
+def test_a_run_without_tentative_updates_has_no_room_for_them(optimistic: bool | None, tmp_path: Path) -> None:
+    found = train_foreseen(tmp_path, optimistic=optimistic, placement={"optimizer_ram": 1.0}).prepared.footprint
+    assert not found.plan.may_be_tentative
+    assert found.num_slots == 2
+
+
+@pytest.mark.parametrize("resumed", [None, True, False])
+def test_a_continued_run_keeps_its_slots_and_foresees_them(resumed: bool | None, tmp_path: Path) -> None:
+    train_foreseen(tmp_path, optimistic=True)
+    found = train_foreseen(tmp_path, num_steps=4, optimistic=resumed).prepared.footprint
+    assert (found.num_slots, found.plan.may_be_tentative) == (3, resumed is not False)
+
+
+def test_a_continued_run_stays_optimistic_on_a_drive_that_has_filled_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third slot is there already; only scratch, which an export gives back, has to be found again."""
+    placement = {"gradients_ram": 0.0}
+    train_foreseen(tmp_path, placement=placement)
+    os.truncate(tmp_path / "run" / "store" / "greedysnake.scratch", 0)
+    whole = trainer(tmp_path, num_steps=4, placement=placement).prepared.footprint
+    leave(sum(whole.disk_bytes) - 3 * sum(whole.slot_bytes), monkeypatch)
+    found = train_foreseen(tmp_path, num_steps=4, placement=placement).prepared.footprint
+    assert found.plan.may_be_tentative and not found.waits
+    leave(0, monkeypatch)
+    with pytest.raises(PlanError, match="or keep more of the activations and gradients in RAM"):
+        trainer(tmp_path, num_steps=6, placement={"gradients_ram": 0.0, "activations_ram": 0.0})
+
+
+def test_a_drive_without_room_for_a_third_slot_and_an_export_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = sum(trainer(tmp_path).prepared.footprint.slot_bytes)
+    leave(4 * slot, monkeypatch)
+    assert trainer(tmp_path).prepared.footprint.plan.may_be_tentative
+    leave(2 * slot, monkeypatch)
+    with pytest.raises(PlanError, match="or set optimistic to false, which takes a third off"):
+        trainer(tmp_path, optimistic=True)
+    leave(4 * slot - 2048, monkeypatch)
+    found = train_foreseen(tmp_path).prepared.footprint
+    assert (found.num_slots, found.plan.may_be_tentative) == (2, False)
+    assert found.waits == "with engine.optimistic, or 2 KiB more of free disk, they would not"
+    leave(2 * slot, monkeypatch)
+    assert train_foreseen(tmp_path, num_steps=4).prepared.footprint.plan.may_be_tentative  # only one is to be added
+
+
+def test_a_budget_without_room_for_tentative_weights_does_without(tmp_path: Path) -> None:
+    placement = {"weights_ram": 1.0}
+
+    def fits(ram: int) -> bool:
+        try:
+            trainer(tmp_path, ram=ram, optimistic=False, placement=placement)
+        except PlanError:
+            return False
+        return True
+
+    enough, too_little = 64 << 20, 0
+    while enough - too_little > 1024:
+        middle = (enough + too_little) // 2
+        enough, too_little = (middle, too_little) if fits(middle) else (enough, middle)
+    found = train_foreseen(tmp_path, ram=enough, placement=placement).prepared.footprint
+    assert not found.plan.may_be_tentative
+    assert found.waits == "engine.ram has no room for doing them before it is known"
+
+
+@pytest.mark.filterwarnings("ignore:single_slot")
+@pytest.mark.parametrize("engine", [{"single_slot": True}, {"schedule": "horizontal"}, {"optimistic": False}])
+def test_nothing_is_said_where_nothing_can_be_done(
+    engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(1 << 20, monkeypatch)
+    assert not train_foreseen(tmp_path, **engine).prepared.footprint.waits
 
 
 # Slots

@@ -9,8 +9,9 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
 from greedysnake.runtime.engine import Engine
-from greedysnake.runtime.footprint import Footprint, foresee, leaves_room, require_disk
+from greedysnake.runtime.footprint import Footprint, foresee, missing_room, require_disk
 from greedysnake.runtime.host import ram_bytes
-from greedysnake.runtime.opening import holds_checkpoint, holds_store
+from greedysnake.runtime.opening import holds_checkpoint, holds_store, num_slots_of_checkpoint
 from greedysnake.runtime.optimizer import AdamW
+from greedysnake.sizes import format_size
 
 RUN = "run.yaml"
 METRICS = "metrics.jsonl"
@@ -74,7 +76,8 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config)
-    footprint = footprint_of(config, model, model_config, ram)
+    stored_slots = num_slots_of_checkpoint(config.storage[0]) if resume else 0
+    footprint = footprint_of(config, model, model_config, ram, stored_slots)
     with _key("engine.storage: "):
         require_disk(footprint, config.storage)
     train = batches_of(config, tokenizer, "train", progress)
@@ -222,22 +225,31 @@ def make_model(config: Config, model_config: Any) -> CausalLM:
     return model
 
 
-def footprint_of(config: Config, model: Model, model_config: Any, ram: int) -> Footprint:
-    """PlanError, beginning with engine.ram, when the budget is too small."""
-    if config.may_be_optimistic:
-        asked_for = config.engine.optimistic
-        try:
-            footprint = _foresee(config, model, model_config, ram, optimistic=True)
-        except PlanError:
-            if asked_for:
-                raise
-        else:
-            if asked_for or leaves_room(footprint, config.storage):
-                return footprint
-    return _foresee(config, model, model_config, ram, optimistic=False)
+def footprint_of(config: Config, model: Model, model_config: Any, ram: int, stored_slots: int = 0) -> Footprint:
+    """PlanError, beginning with engine.ram, when the budget is too small. `stored_slots` are those of the checkpoint
+    that is continued: they stay, so there is nothing to gain by not using them."""
+    wanted = config.engine.optimistic
+    foreseen = partial(_foresee, config, model, model_config, ram, stored_slots)
+    if not config.may_be_optimistic:
+        return foreseen(optimistic=False)
+    try:
+        footprint = foreseen(optimistic=True)
+    except PlanError:
+        if wanted:
+            raise
+        return replace(foreseen(optimistic=False), waits="engine.ram has no room for doing them before it is known")
+    if not footprint.plan.may_be_tentative:
+        return foreseen(optimistic=False)
+    missing = 0 if wanted or footprint.num_slots == stored_slots else missing_room(footprint, config.storage)
+    if not missing:
+        return footprint
+    waits = f"with engine.optimistic, or {format_size(missing)} more of free disk, they would not"
+    return replace(foreseen(optimistic=False), waits=waits)
 
 
-def _foresee(config: Config, model: Model, model_config: Any, ram: int, *, optimistic: bool) -> Footprint:
+def _foresee(
+    config: Config, model: Model, model_config: Any, ram: int, stored_slots: int, *, optimistic: bool
+) -> Footprint:
     training, options = config.training, config.engine
     hidden = model_config.get_text_config().hidden_size
     element_bytes = 4 if config.dtype == "float32" else 2
@@ -261,6 +273,7 @@ def _foresee(config: Config, model: Model, model_config: Any, ram: int, *, optim
             * element_bytes,
             fill=options.fill_ram,
             optimistic=optimistic,
+            stored_slots=stored_slots,
         )
     except PlanError as error:
         raise PlanError(f"engine.ram: {error}") from error

@@ -87,23 +87,12 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
         f"run in {prospect.output_dir}",
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
         f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included",
-        *_clipping_text(footprint),
+        *([f"updates wait for the norm of the whole gradient: {footprint.waits}"] if footprint.waits else []),
         f"{_count(tokens)} tokens per step: {prospect.num_micro_batches} micro-batches of "
         f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
     ]
     return "\n".join(lines)
-
-
-def _clipping_text(footprint: Footprint) -> list[str]:
-    """What clipping costs, where it costs something."""
-    plan = footprint.plan
-    if not plan.clipping or plan.may_be_tentative or not footprint.homes["optimizer state"].get(Home.SSD):
-        return []
-    return [
-        "updates wait for the norm of the whole gradient: with engine.optimistic, or "
-        f"{format_size(2 * sum(footprint.slot_bytes))} more of free disk, they would not"
-    ]
 
 
 def data_text(train: DataReport, validation: DataReport | None) -> str:

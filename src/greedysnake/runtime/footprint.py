@@ -38,6 +38,11 @@ class Footprint:
     """Bytes of the store's files in each directory, all slots and scratch included."""
     slot_bytes: tuple[int, ...] = ()
     """Of these, what one slot takes."""
+    num_slots: int = 0
+    stored_slots: int = 0
+    """How many of the slots a checkpoint that is continued has already."""
+    waits: str = ""
+    """With clipping: why the updates wait for the norm, if that could be helped."""
 
 
 def foresee(
@@ -57,8 +62,11 @@ def foresee(
     activation_bytes: int,
     fill: bool = False,
     optimistic: bool = False,
+    stored_slots: int = 0,
 ) -> Footprint:
-    """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there."""
+    """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there.
+
+    A store that is continued keeps its `stored_slots`, if those are more than are needed."""
     blocks = survey(model, max(GRANULE, chunk_params // GRANULE * GRANULE), decays_by_default, needs_values=False)
     has_ssd = num_directories > 0
 
@@ -94,17 +102,20 @@ def foresee(
     homes = _homes(plan, step)
     disk: tuple[int, ...] = ()
     slot: tuple[int, ...] = ()
+    num_slots = 0
     if has_ssd:
+        num_slots = count_slots(single_slot=single_slot, checkpoints=True, spare_slot=plan.may_be_tentative)
+        num_slots = max(num_slots, stored_slots)
         layout = Layout.build(
             extent_specs(plan, checkpoints=True),
             scratch,
             num_members=num_directories,
-            num_slots=count_slots(single_slot=single_slot, checkpoints=True, spare_slot=plan.may_be_tentative),
+            num_slots=num_slots,
         )
         slot = layout.slot_bytes
         disk = tuple(layout.extents_bytes(member) + layout.scratch_bytes[member] for member in range(num_directories))
     used = sum(row.get(Home.RAM, 0) for row in homes.values())
-    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk, slot)
+    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk, slot, num_slots, stored_slots)
 
 
 def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:
@@ -120,22 +131,25 @@ def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> Non
             raise PlanError(
                 f"the store needs {format_size(nbytes)} more in {', '.join(map(str, drive.directories))}, "
                 f"{format_size(free)} are free there: free {format_size(nbytes - free)}, "
-                f"add a directory on another drive, or set {_smaller(footprint)}"
+                f"add a directory on another drive, or {_smaller(footprint)}"
             )
 
 
 def _smaller(footprint: Footprint) -> str:
-    if footprint.plan.may_be_tentative:
-        return "optimistic to false, which takes a third off"
-    return "single_slot, which halves it"
+    if footprint.plan.may_be_tentative and footprint.num_slots > footprint.stored_slots:
+        return "set optimistic to false, which takes a third off"
+    if footprint.stored_slots:
+        return "keep more of the activations and gradients in RAM"
+    return "set single_slot, which halves it"
 
 
-def leaves_room(footprint: Footprint, directories: Sequence[str | Path]) -> bool:
-    """Whether every drive has room for the store, and for as much as one slot of it besides: an export, and other
-    people's files. What the drives already gave it does not count."""
-    return all(
-        not drive.needed_bytes or drive.free_bytes >= drive.needed_bytes + drive.slot_bytes
+def missing_room(footprint: Footprint, directories: Sequence[str | Path]) -> int:
+    """Bytes that would have to be freed so that every drive has room for the store, and for as much as one slot of it
+    besides: an export, and other people's files. What the drives already gave it does not count."""
+    return sum(
+        max(0, drive.needed_bytes + drive.slot_bytes - drive.free_bytes)
         for drive in _drives(footprint, directories)
+        if drive.needed_bytes
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from greedysnake.errors import StorageError
+from greedysnake.errors import StorageError, explained
 from greedysnake.runtime.directory import (
     EXTENTS,
     IDENTITY,
@@ -31,6 +31,13 @@ def holds_store(directory: Path) -> bool:
 def holds_checkpoint(directory: Path) -> bool:
     """Whether the first directory of a store has a checkpoint, or the remains of one. Takes no lock."""
     return any((directory / name).exists() for name in (MANIFEST, MANIFEST_IN_USE))
+
+
+def num_slots_of_checkpoint(directory: Path) -> int:
+    """How many slots the store has whose first directory this is; 0 without a checkpoint. Takes no lock."""
+    path = directory / MANIFEST
+    with explained("read", path):
+        return Manifest.decode(path.read_bytes(), str(path)).num_slots if path.exists() else 0
 
 
 def resume_store(
