@@ -390,6 +390,25 @@ def test_manifest_that_does_not_fit_keeps_the_one_before_and_publish_can_be_repe
 
 
 @pytest.mark.root
+def test_a_store_that_grows_by_a_slot_leaves_room_for_manifests(mount: Callable[[int], Path]) -> None:
+    point = mount(32)
+    with IoEngine("threads") as io:
+        publish_steps(point / "store", io, 1)
+        slot = (point / "store" / "greedysnake.extents").stat().st_size // 2
+        free = os.statvfs(point).f_bavail * os.statvfs(point).f_frsize
+        with open(point / "hog", "wb") as hog:
+            os.posix_fallocate(hog.fileno(), 0, free - slot - (16 << 10))
+        with pytest.raises(PlanError, match="or pass optimistic=False, which takes a third off"):
+            open_store(point / "store", io, resume=True, spare_slot=True)
+        os.truncate(point / "hog", free - slot - (160 << 10))
+        with open_store(point / "store", io, resume=True, spare_slot=True) as store:
+            write_step(store, 2)
+            store.publish(2, {"step": "x" * (48 << 10)})
+        with open_store(point / "store", io, resume=True) as store:
+            assert store.step == 2
+
+
+@pytest.mark.root
 def test_read_only_filesystem_is_refused(mount: Callable[[int], Path]) -> None:
     point = mount(16)
     with IoEngine("threads") as io:

@@ -64,7 +64,8 @@ def resume_store(
                 got=got,
             )
     layout = replace(layout, num_slots=max(layout.num_slots, manifest.num_slots))
-    _require_space(directories, layout)
+    grows = layout.num_slots > manifest.num_slots  # else what was left for manifests is there still
+    _require_space(directories, layout, _manifest_bytes(extents) if grows else 0)
     _allocate(directories, layout)
     return manifest, layout
 
@@ -76,9 +77,7 @@ def create_store(
     identities = [directory.identity() for directory in directories]  # a damaged or newer one is refused here
     if not overwrite:
         _refuse_to_discard(directories, identities)
-    # Two manifests: about 16 bytes for a part, and the metadata of the caller.
-    manifest_bytes = 16 * sum(len(spec.parts) for spec in extents) + (64 << 10)
-    _require_space(directories, layout, 2 * manifest_bytes)
+    _require_space(directories, layout, 2 * _manifest_bytes(extents))
     reusable = None if overwrite else _reusable_store(identities)
     store = reusable or uuid.uuid4().hex
     # The manifests go first: from here on nothing that is about to be overwritten counts as a checkpoint.
@@ -98,6 +97,11 @@ def allocate_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> N
     require_space(directories, missing, ", or keep more of the activations and gradients in RAM")
     for directory, size in zip(directories, sizes, strict=True):
         directory.allocate(SCRATCH, size)
+
+
+def _manifest_bytes(extents: Sequence[ExtentSpec]) -> int:
+    """About 16 bytes for a part, and the metadata of the caller. For a moment there are two manifests."""
+    return 16 * sum(len(spec.parts) for spec in extents) + (64 << 10)
 
 
 def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_bytes: int = 0) -> None:
