@@ -157,12 +157,27 @@ def test_a_horizontal_step_refuses_spilled_gradients() -> None:
 # Order and lanes
 
 
-def test_dependencies_hold_one_op_per_other_lane() -> None:
+def test_dependencies_hold_one_op_per_lane_and_of_their_own_only_where_ops_overlap() -> None:
     plan = make_plan(shared=True, clipping=True)
     ops = [op for listing in make_listings(plan, [("vertical", 3)] * 2) for op in listing.ops]
     for op, after in zip(ops, dependencies(ops), strict=True):
         lanes = [ops[index].lane for index in after]
-        assert len(set(lanes)) == len(lanes) and op.lane not in lanes
+        assert len(set(lanes)) == len(lanes)
+        assert op.lane not in lanes or op.lane.overlaps
+
+
+def test_two_writes_of_one_gradient_do_not_overlap() -> None:
+    """Of a tentative update that is confirmed nothing reads the gradient that was spilled."""
+    placement = Placement(weights_ram=1, gradients_ram=0)
+    plan = make_plan(3, chunks=(1,), alpha=0.0, clipping=True, tentative=True, placement=placement)
+    ops = [op for listing in make_listings(plan, [("confirmed", 1)] * 2) for op in listing.ops]
+    after = dependencies(ops)
+    check_order(ops, after)
+    of_other_lanes = [
+        tuple(other for other in waits if ops[other].lane is not op.lane) for op, waits in zip(ops, after, strict=True)
+    ]
+    with pytest.raises(VerifyError, match=r"H2\.0 does not wait for H2\.0, which writes kept 2 0 before"):
+        check_order(ops, of_other_lanes)
 
 
 def test_a_slot_is_not_reused_before_its_reader_ends() -> None:
@@ -173,7 +188,10 @@ def test_a_slot_is_not_reused_before_its_reader_ends() -> None:
     second_read = next(index for index, op in enumerate(ops) if index > uploads[0] and op.writes == (("staging", 0),))
     assert uploads[0] in after[second_read]
     after[second_read] = ()
-    with pytest.raises(VerifyError, match=r"does not wait for U0\.0, which reads staging 0"):
+    with pytest.raises(
+        VerifyError,
+        match=r"does not wait for U0\.0, which reads staging 0|does not wait for R0\.0, which writes staging 0",
+    ):
         check_order(ops, after)
 
 

@@ -201,7 +201,7 @@ class EngineOptions:
     """Share of the updates that is done late, in the next step's forward. With clipping all of them are, unless
     optimistic says otherwise."""
     optimistic: bool | None = None
-    """With clipping: after a step that was not clipped, do the next one's updates in the backward without waiting for
+    """With clipping: after steps that were not clipped, do the next one's updates in the backward without waiting for
     the norm, and once more if it is clipped after all. Nothing changes but the time. Takes half as much disk space
     again; null is true where there is room."""
     chunk_params: int = 4 << 20

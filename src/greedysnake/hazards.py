@@ -18,7 +18,7 @@ class Hazards:
         self._readers: dict[Resource, dict[Lane, int]] = {}
 
     def add(self, op: Op) -> list[Mark]:
-        """Takes the next op; returns what it must wait for on other lanes."""
+        """Takes the next op; returns what it must wait for on other lanes, and on its own where ops of that overlap."""
         lane = op.lane
         number = self._count[lane] + 1
         self._count[lane] = number
@@ -32,7 +32,8 @@ class Hazards:
             self._writer[resource] = (lane, number)
         for resource in op.reads:
             self._readers.setdefault(resource, {})[lane] = number
-        needed.pop(lane, None)
+        if not lane.overlaps:
+            needed.pop(lane, None)
         return list(needed.items())
 
     def forget(self, counts: dict[Lane, int]) -> None:

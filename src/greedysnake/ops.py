@@ -37,6 +37,14 @@ class Lane(Enum):
         """The resource behind the lane: compute, h2d, d2h, ssd_read, ssd_write or cpu."""
         return self.value.split(".")[0]
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether several of its ops may be under way at once: they start in order, and end in order."""
+        return self in _OVERLAPPING
+
+
+_OVERLAPPING = frozenset(lane for lane in Lane if lane.link.startswith("ssd"))
+
 
 class Kind(Enum):
     """What an op does; the letter is its printed form."""

@@ -237,14 +237,22 @@ def footprint_of(config: Config, model: Model, model_config: Any, ram: int, stor
     except PlanError:
         if wanted:
             raise
-        return replace(foreseen(optimistic=False), waits="engine.ram has no room for doing them before it is known")
+        return replace(foreseen(optimistic=False), waits=_NO_RAM)
+    waiting = foreseen(optimistic=False)
     if not footprint.plan.may_be_tentative:
-        return foreseen(optimistic=False)
+        return waiting
+    if not wanted and footprint.step_ssd_bytes > MOST_TRAFFIC * waiting.step_ssd_bytes:
+        return replace(waiting, waits=_NO_RAM)
     missing = 0 if wanted or footprint.num_slots == stored_slots else missing_room(footprint, config.storage)
     if not missing:
         return footprint
     waits = f"with engine.optimistic, or {format_size(missing)} more of free disk, they would not"
-    return replace(foreseen(optimistic=False), waits=waits)
+    return replace(waiting, waits=waits)
+
+
+MOST_TRAFFIC = 1.1
+"""RAM that is taken for tentative weights may not cost more SSD traffic than this, against updates that wait."""
+_NO_RAM = "engine.ram has no room for doing them before it is known"
 
 
 def _foresee(

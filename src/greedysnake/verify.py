@@ -35,7 +35,8 @@ def verify(plan: Plan, listings: Sequence[Listing], after: Sequence[Sequence[int
 
 def dependencies(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     """For each op the earlier ops on other lanes that it waits for: it reads what they write, or writes what they
-    read or write. The last one of each lane is enough, because lanes finish in order."""
+    read or write. The last one of each lane is enough, because lanes finish in order; on its own lane only where ops of
+    that overlap."""
     writer: dict[Resource, int] = {}
     readers: dict[Resource, list[int]] = {}
     after = []
@@ -48,7 +49,8 @@ def dependencies(ops: Sequence[Op]) -> list[tuple[int, ...]]:
             if resource not in op.writes:
                 readers.setdefault(resource, []).append(index)
         last = {ops[other].lane: other for other in sorted(conflicts)}
-        last.pop(op.lane, None)
+        if not op.lane.overlaps:
+            last.pop(op.lane, None)
         after.append(tuple(sorted(last.values())))
     return after
 
@@ -77,9 +79,9 @@ def check_order(ops: Sequence[Op], after: Sequence[Sequence[int]]) -> None:
                         raise VerifyError(f"{op} does not wait for {ops[time]}, which {does} {show(resource)} before")
         for resource, writes in [(r, False) for r in op.reads] + [(r, True) for r in op.writes]:
             touched.setdefault((resource, writes), {})[op.lane] = index
-        clock[op.lane] = index
-        clocks[op.lane] = clock
-        finished.append(clock)
+        over = {**clock, op.lane: index}
+        clocks[op.lane] = clock if op.lane.overlaps else over
+        finished.append(over)
 
 
 # Bytes, by formula

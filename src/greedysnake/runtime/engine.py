@@ -31,6 +31,7 @@ from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram
 from greedysnake.runtime.flat import DecayRule, decays_by_default, survey
 from greedysnake.runtime.io import IoCounters, IoEngine
 from greedysnake.runtime.memory import DeviceMemory, HostMemory, StepMemory
+from greedysnake.runtime.optimism import Optimism
 from greedysnake.runtime.optimizer import AdamW
 from greedysnake.runtime.result import StepResult, make_result
 from greedysnake.runtime.runner import Runner
@@ -88,8 +89,9 @@ class Engine:
     ) -> None:
         """`storage` are directories, one per drive; none is needed when everything lives in RAM. `ram` is a hard
         budget for all host buffers. `single_slot` halves the disk space: a crash then loses the last checkpoint too.
-        `optimistic` is for clipping: after a step that was not clipped the next one does its updates in the backward,
-        before the norm is known, and once more if it was clipped after all. It takes half as much disk space again.
+        `optimistic` is for clipping: after steps that were not clipped the following ones do their updates in the
+        backward, before the norm is known, and once more if it was clipped after all; the more often that happens, the
+        less. It takes half as much disk space again.
         Without `checkpoints` only what lives on SSD has room there, and `save` is refused. `num_threads` threads
         update chunks on the CPU, pinned to `cpus` if given.
         `decays(name, parameter)` says which parameters weight decay applies to."""
@@ -167,6 +169,7 @@ class Engine:
         # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
         weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
         self._steps = Steps(self._runner, self._plan, schedule)
+        self._optimism = Optimism()
         self._step_memory: StepMemory | None = None
         self._busy_s: dict[str, float] = {}
         self._activation_bytes: dict[object, int] = {}
@@ -329,20 +332,19 @@ class Engine:
         return self._result(context, moved, time.perf_counter() - start_s, skipped)
 
     def _settle(self, context: StepContext) -> None:
-        """Clipping is decided: confirms or revokes tentative updates. The next step has them if this one was not
-        clipped, whether it had them or not."""
+        """Clipping is decided: confirms or revokes tentative updates."""
         if not self._plan.may_be_tentative:
             return
         as_expected = self._updates.changed_nothing
+        self._optimism.learn(clipped=not as_expected, tried=self._steps.is_open)
+        self._steps.tentative = self._optimism.expects
         if self._steps.is_open:
             assert self._store is not None
             self._store.end_attempt(context.attempt, confirmed=as_expected)
             if as_expected:
                 self._buffers.host.confirm()
             self._num_revoked += not as_expected
-            self._steps.tentative = as_expected
             self._steps.settle(self._step, self._action(context), confirmed=as_expected)
-        self._steps.tentative = as_expected
 
     def _evaluate(self, context: StepContext) -> float:
         self._compute.set_training(False)

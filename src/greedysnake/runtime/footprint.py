@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greedysnake.errors import PlanError, StorageError, explained
@@ -22,6 +22,7 @@ from greedysnake.runtime.state import extent_specs
 from greedysnake.runtime.store import count_slots
 from greedysnake.shapes import GRANULE, PRECISIONS, total_params
 from greedysnake.sizes import format_size
+from greedysnake.verify import step_ssd_bytes
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Footprint:
     num_slots: int = 0
     stored_slots: int = 0
     """How many of the slots a checkpoint that is continued has already."""
+    step_ssd_bytes: int = 0
+    """What a step reads from SSD and writes there."""
     waits: str = ""
     """With clipping: why the updates wait for the norm, if that could be helped."""
 
@@ -115,7 +118,9 @@ def foresee(
         slot = layout.slot_bytes
         disk = tuple(layout.extents_bytes(member) + layout.scratch_bytes[member] for member in range(num_directories))
     used = sum(row.get(Home.RAM, 0) for row in homes.values())
-    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk, slot, num_slots, stored_slots)
+    traffic = sum(step_ssd_bytes(replace(plan, tentative=plan.may_be_tentative), num_micro_batches))
+    traffic += 2 * sum(step.ssd_activations)
+    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk, slot, num_slots, stored_slots, traffic)
 
 
 def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:

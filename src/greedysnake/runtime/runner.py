@@ -66,7 +66,7 @@ class Runner:
         for lane in Lane:
             on_device = device.type == "cuda" and lane.link in ("compute", "h2d", "d2h")
             stream = torch.cuda.Stream(device) if on_device else None
-            depth = SSD_DEPTH if lane.link.startswith("ssd") else 1
+            depth = SSD_DEPTH if lane.overlaps else 1
             self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=depth)
             if lane is not Lane.COMPUTE:
                 self._lanes[lane].start()
