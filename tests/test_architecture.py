@@ -19,7 +19,20 @@ PACKAGE = SOURCE / "greedysnake"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 NO_TORCH = {
-    *("cli", "errors", "hazards", "holdings", "contents", "ops", "placement", "schedule", "shapes", "sizes"),
+    *(
+        "cli",
+        "errors",
+        "hazards",
+        "holdings",
+        "contents",
+        "ops",
+        "ledger",
+        "maker",
+        "placement",
+        "schedule",
+        "shapes",
+        "sizes",
+    ),
     *("trace", "verify", "report.schedule_text", "runtime.io"),
     *("config", "settings", "learning_rate", "report.metrics", "report.progress", "report.configuration_text"),
 }

@@ -8,17 +8,17 @@ writes `block + 2` by hand: lanes run ahead as far as the slots allow. Knows no 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from greedysnake.errors import PlanError
-from greedysnake.ops import Cursor, Kind, Op, Plan, Resource
-from greedysnake.placement import Home, is_fetched_once
+from greedysnake.maker import Maker
+from greedysnake.ops import Cursor, Op, Plan
+from greedysnake.placement import Home
 
 
 def vertical(plan: Plan, cursor: Cursor, num_micro_batches: int) -> list[Op]:
     """One step: all micro-batches go through a block before the next block starts, in snake order."""
-    make = _Maker(plan, cursor, num_micro_batches)
+    make = Maker(plan, cursor, num_micro_batches)
     last = plan.num_compute - 1
     make.bring_shared()
     for block in range(last):
@@ -47,7 +47,7 @@ def vertical(plan: Plan, cursor: Cursor, num_micro_batches: int) -> list[Op]:
 def ahead(plan: Plan, cursor: Cursor) -> list[Op]:
     """What a step with tentative updates leaves to be done when its norm is known: starts what the next forward needs
     first, now that it is certain what that is."""
-    make = _Maker(plan, cursor, 0)
+    make = Maker(plan, cursor, 0)
     make.prefetch()
     return make.ops
 
@@ -59,7 +59,7 @@ def horizontal(plan: Plan, cursor: Cursor, num_micro_batches: int) -> list[Op]:
         raise PlanError("a horizontal step adds gradients up in RAM: set placement.gradients_ram to 1")
     if any(block.pool == "kept" for block in plan.blocks):
         raise PlanError("a horizontal step keeps no layers: set placement.graphs_device and weights_device to 0")
-    make = _Maker(plan, cursor, num_micro_batches, vertical=False)
+    make = Maker(plan, cursor, num_micro_batches, vertical=False)
     last = plan.num_compute - 1
     make.bring_shared()
     for index in range(num_micro_batches):
@@ -84,7 +84,7 @@ def horizontal(plan: Plan, cursor: Cursor, num_micro_batches: int) -> list[Op]:
 def evaluation(plan: Plan, cursor: Cursor, num_micro_batches: int, *, vertical: bool = True) -> list[Op]:
     """A forward that keeps nothing but the loss. Late updates are done on the way, as in any forward. Without
     `vertical` it needs room for one micro-batch only, as a horizontal step does."""
-    make = _Maker(plan, cursor, num_micro_batches, vertical=vertical)
+    make = Maker(plan, cursor, num_micro_batches, vertical=vertical)
     last = plan.num_compute - 1
     make.bring_shared()
     passes = [range(num_micro_batches)] if vertical else [range(index, index + 1) for index in range(num_micro_batches)]
@@ -105,7 +105,7 @@ def evaluation(plan: Plan, cursor: Cursor, num_micro_batches: int, *, vertical: 
 
 def flush(plan: Plan, cursor: Cursor) -> list[Op]:
     """Does every pending late update, without a forward."""
-    make = _Maker(plan, cursor, 0)
+    make = Maker(plan, cursor, 0)
     for block, chunk in sorted(cursor.pending):
         make.give(make.late_update(block, chunk))
     return make.ops
@@ -115,441 +115,3 @@ def snake(block: int, num_micro_batches: int) -> Iterable[int]:
     """The order of the micro-batches in a block: the one that ends a block starts the next."""
     order = range(num_micro_batches)
     return reversed(order) if block % 2 else order
-
-
-class _Maker:
-    """Writes ops in program order and takes slots for them. A slot is given back as soon as its last user is
-    written down: who takes it next depends on that user."""
-
-    def __init__(self, plan: Plan, cursor: Cursor, num_micro_batches: int, *, vertical: bool = True) -> None:
-        self.plan = plan
-        self.cursor = cursor
-        self.num_micro_batches = num_micro_batches
-        self.vertical = vertical
-        self.ops: list[Op] = []
-        # Horizontally a micro-batch is done with its activations before the next one starts: one set is enough.
-        self.num_kept = num_micro_batches if vertical else 1
-        self.homes = plan.activation_homes(self.num_kept)
-        self.between = deque(range(plan.num_between(self.num_kept)))
-        self.num_stay = plan.num_stay(self.num_kept)
-        self.where: dict[Resource, Resource] = {}
-        """Tensors that are in a device slot at this point of the list."""
-        self.ahead = False
-        self.shared_is_fresh = True
-
-    # Slots
-
-    def take(self, kind: str, pool: str = "") -> Resource:
-        free = self.cursor.free[kind, pool]
-        if not free:
-            raise PlanError(f"the schedule ran out of {pool} {kind} slots".replace("  ", " "))
-        return (kind, pool, free.popleft()) if pool else (kind, free.popleft())
-
-    def give(self, slot: Resource) -> None:
-        kind, *middle, number = slot
-        assert isinstance(number, int)
-        self.cursor.free[str(kind), str(middle[0]) if middle else ""].append(number)
-
-    def add(
-        self,
-        kind: Kind,
-        block: int,
-        index: int,
-        reads: Sequence[Resource],
-        writes: Sequence[Resource],
-        nbytes: int = 0,
-        **flags: bool,
-    ) -> None:
-        self.ops.append(Op(kind, block, index, tuple(reads), tuple(writes), nbytes, ahead=self.ahead, **flags))
-
-    # Weights to the device
-
-    def bring(self, block: int) -> None:
-        """Puts a block's weights on the device, unless they are there; its pending updates are done on the way."""
-        if block in self.cursor.on_device:
-            return
-        slot = self.take("weights", self.plan.blocks[block].pool)
-        for index, (chunk, home) in enumerate(zip(self.plan.blocks[block].chunks, self.plan.homes[block], strict=True)):
-            nbytes = chunk.num_params * self.plan.precision.weight_bytes
-            if (block, index) in self.cursor.pending:
-                update = self.late_update(block, index)
-                source = ("ram", block, index) if home.weight is Home.RAM else _part("weight", update)
-                self.add(Kind.UPLOAD, block, index, [source], [slot], nbytes)
-                self.give(update)
-            elif home.weight is Home.RAM:
-                self.add(Kind.UPLOAD, block, index, [("ram", block, index)], [slot], nbytes)
-            else:
-                staging = self.take("staging")
-                self.add(Kind.READ_WEIGHTS, block, index, [("ssd", block, index)], [staging], nbytes)
-                self.add(Kind.UPLOAD, block, index, [staging], [slot], nbytes)
-                self.give(staging)
-        self.cursor.on_device[block] = slot
-
-    def release_weights(self, block: int) -> None:
-        self.give(self.cursor.on_device.pop(block))
-
-    def bring_shared(self) -> None:
-        if self.plan.shared is not None:
-            self.bring(self.plan.shared)
-            if self.plan.trains_shared:
-                self.shared_gradients = self.take("gradients", "shared")
-
-    def release_shared(self) -> None:
-        if self.plan.shared is not None:
-            self.release_weights(self.plan.shared)
-            if self.plan.trains_shared:
-                self.give(self.shared_gradients)
-
-    def prefetch(self) -> None:
-        """Starts what the next forward needs first, as far as the device slots reach."""
-        self.ahead = True
-        blocks = ([] if self.plan.shared is None else [self.plan.shared]) + list(range(self.plan.num_compute))
-        for block in blocks:
-            if block not in self.cursor.on_device and not self.cursor.free["weights", self.plan.blocks[block].pool]:
-                return
-            self.bring(block)
-
-    # Compute
-
-    def weights_of(self, block: int) -> list[Resource]:
-        weights = [self.cursor.on_device[block]]
-        if block in self.plan.users_of_shared:
-            assert self.plan.shared is not None
-            weights.append(self.cursor.on_device[self.plan.shared])
-        return weights
-
-    def forward(self, block: int, index: int, position: int, *, save: bool = True) -> None:
-        weights = self.weights_of(block)
-        source = self.get(block, index) if block else None
-        target = self.output_slot(block + 1, index)
-        inputs = [source] if source else []
-        graph: list[Resource] = [("graph", block, index)] if save and self.plan.keeps_graph(block) else []
-        self.add(Kind.FORWARD, block, index, [weights[0], *inputs, *weights[1:]], [target, *graph])
-        if source:
-            self.drop(block, index)
-        comes_back = save and self.plan.comes_back(block + 1)
-        self.settle(block + 1, index, position, target, comes_back=comes_back)
-
-    def evaluate(self, block: int, index: int) -> None:
-        weights = self.weights_of(block)
-        inputs = [self.get(block, index)] if block else []
-        self.add(Kind.EVALUATE, block, index, [weights[0], *inputs, *weights[1:]], [("losses",)])
-        if block:
-            self.drop(block, index)
-
-    def backward(self, block: int, index: int, position: int, gradients: Resource | None) -> None:
-        """Recomputes the forward of a block, then its backward. The last block has no forward of its own. Reads
-        (weights, input or kept graph, gradient of the output), writes (gradients, gradient of the input), where they
-        exist."""
-        weights = self.weights_of(block)
-        is_last_block = block == self.plan.num_compute - 1
-        reads = [weights[0]]
-        writes = [] if gradients is None else [gradients]
-        keeps_graph = self.plan.keeps_graph(block)
-        if keeps_graph:
-            reads.append(("graph", block, index))
-        elif block:
-            reads.append(self.get(block, index))
-        if not is_last_block:
-            reads.append(self.get(block + 1, index, gradient=True))
-        target = None
-        if block > self.plan.lowest:
-            target = self.output_slot(block, index)
-            writes.append(target)
-        if is_last_block:
-            writes.append(("losses",))
-        adds_to_shared = block in self.plan.users_of_shared and self.plan.trains_shared
-        if adds_to_shared:
-            writes.append(self.shared_gradients)
-        self.add(
-            Kind.BACKWARD,
-            block,
-            index,
-            [*reads, *weights[1:]],
-            writes,
-            first=position == 0,
-            last=position == self.num_kept - 1,
-            first_shared=adds_to_shared and self.shared_is_fresh,
-        )
-        self.shared_is_fresh = self.shared_is_fresh and not adds_to_shared
-        if block and not keeps_graph:
-            self.drop(block, index)
-        if not is_last_block:
-            self.drop(block + 1, index, gradient=True)
-        if target:
-            self.settle(block, index, position, target, gradient=True)
-
-    # Tensors between blocks. A gradient takes the home of the activation it replaces, which is dead by then.
-
-    def tensor(self, block: int, index: int) -> Resource:
-        return ("activation", block, index if self.vertical else 0)
-
-    def gradient_of(self, block: int, index: int) -> Resource:
-        return ("gradient", block, index if self.vertical else 0)
-
-    def home_of(self, block: int, index: int) -> Home:
-        return self.homes[block, index if self.vertical else 0]
-
-    def output_slot(self, block: int, index: int) -> Resource:
-        if self.home_of(block, index) is Home.DEVICE:
-            return self.tensor(block, index)
-        return self.take_between()
-
-    def take_between(self) -> Resource:
-        if not self.between:
-            raise PlanError("the schedule ran out of device slots for tensors between blocks")
-        return ("between", self.between.popleft())
-
-    def get(self, block: int, index: int, *, gradient: bool = False) -> Resource:
-        """Where on the device the input of a block is (or its gradient); fetched from its home if need be."""
-        home = self.home_of(block, index)
-        name = self.gradient_of(block, index) if gradient else self.tensor(block, index)
-        stored = self.tensor(block, index)
-        if home is Home.DEVICE:
-            return stored
-        if name in self.where:
-            return self.where[name]
-        source = stored
-        if home is Home.SSD:
-            source = self.take("transfer")
-            self.add(Kind.RECALL, block, index, [stored], [source])
-        slot = self.take_between()
-        self.add(Kind.GET, block, index, [source], [slot])
-        if home is Home.SSD:
-            self.give(source)
-        self.where[name] = slot
-        return slot
-
-    def drop(self, block: int, index: int, *, gradient: bool = False) -> None:
-        name = self.gradient_of(block, index) if gradient else self.tensor(block, index)
-        slot = self.where.pop(name, None)
-        if slot is not None:
-            self.between.append(int(slot[-1]))
-
-    def settle(
-        self,
-        block: int,
-        index: int,
-        position: int,
-        slot: Resource,
-        *,
-        gradient: bool = False,
-        comes_back: bool = False,
-    ) -> None:
-        """Keeps a fresh tensor on the device if the next block takes it soon; sends it to its home if not, or if it
-        comes back after that."""
-        home = self.home_of(block, index)
-        if home is Home.DEVICE:
-            return
-        stays = position >= self.num_kept - self.num_stay
-        if not stays or comes_back:
-            self.park(block, index, slot, home)
-        name = self.gradient_of(block, index) if gradient else self.tensor(block, index)
-        if stays:
-            self.where[name] = slot
-        else:
-            self.between.append(int(slot[-1]))
-
-    def park(self, block: int, index: int, slot: Resource, home: Home) -> None:
-        stored = self.tensor(block, index)
-        if home is Home.RAM:
-            self.add(Kind.PARK, block, index, [slot], [stored])
-            return
-        transfer = self.take("transfer")
-        self.add(Kind.PARK, block, index, [slot], [transfer])
-        self.add(Kind.SPILL, block, index, [transfer], [stored])
-        self.give(transfer)
-
-    # Gradients and updates
-
-    def gradient_slot(self, block: int) -> Resource | None:
-        shape = self.plan.blocks[block]
-        return self.take("gradients", self.plan.gradient_pool(block)) if shape.num_trainable else None
-
-    def finish(self, block: int, gradients: Resource | None) -> None:
-        """The gradient of a block is complete: updates it now, or keeps the gradient for later."""
-        for index, chunk in enumerate(self.plan.blocks[block].chunks):
-            if chunk.trainable:
-                assert gradients is not None
-                if self.plan.tentative and self.plan.homes[block][index].tentative:
-                    self.tentative_update(block, index, gradients)
-                elif self.plan.homes[block][index].late:
-                    self.keep_gradient(block, index, gradients)
-                else:
-                    self.early_update(block, index, gradients)
-        if gradients is not None:
-            self.give(gradients)
-        self.release_weights(block)
-
-    def finish_shared(self) -> None:
-        if self.plan.shared is None:
-            return
-        if self.plan.trains_shared:
-            self.finish(self.plan.shared, self.shared_gradients)
-        else:
-            self.release_weights(self.plan.shared)
-
-    def accumulate(self, block: int, index: int, gradients: Resource | None, final: bool) -> None:
-        """Horizontal: adds a micro-batch's gradient to the sum in RAM; after the last one, updates."""
-        for chunk_index, chunk in enumerate(self.plan.blocks[block].chunks):
-            if not chunk.trainable:
-                continue
-            assert gradients is not None
-            late = self.plan.homes[block][chunk_index].late
-            kept: Resource = ("kept", block, chunk_index)
-            update = self.take("update")
-            if final and not late:
-                self.load(block, chunk_index, update, with_weight=is_fetched_once(self.plan.blocks, block))
-            weight_to = update if final and not late else None
-            self.download(block, chunk_index, gradients, _part("gradient", update), weight_to=weight_to)
-            self.add(Kind.ACCUMULATE, block, chunk_index, [_part("gradient", update)], [kept], first=index == 0)
-            if final and self.plan.clipping:
-                self.add(Kind.SQUARES, block, chunk_index, [kept], [("squares",)])
-            if final and late:
-                self.cursor.pending.add((block, chunk_index))
-            elif final:
-                self.update(block, chunk_index, kept, update)
-            self.give(update)
-        if gradients is not None:
-            self.give(gradients)
-        self.release_weights(block)
-
-    def keep_gradient(self, block: int, index: int, gradients: Resource) -> None:
-        kept: Resource = ("kept", block, index)
-        target = kept
-        if self.plan.homes[block][index].gradient is Home.SSD:
-            target = self.take("spill")
-        self.download(block, index, gradients, target)
-        if self.plan.clipping:
-            self.add(Kind.SQUARES, block, index, [target], [("squares",)])
-        if target is not kept:
-            nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.gradient_bytes
-            self.add(Kind.SPILL_GRADIENT, block, index, [target], [kept], nbytes)
-            self.give(target)
-        self.cursor.pending.add((block, index))
-
-    def early_update(self, block: int, index: int, gradients: Resource) -> None:
-        update = self.take("update")
-        fetched_once = is_fetched_once(self.plan.blocks, block)
-        self.load(block, index, update, with_weight=fetched_once)
-        self.download(block, index, gradients, _part("gradient", update), weight_to=update)
-        self.update(block, index, _part("gradient", update), update)
-        self.give(update)
-
-    def tentative_update(self, block: int, index: int, gradients: Resource) -> None:
-        """An update before the norm is known. The gradient is kept, in case the step is clipped after all."""
-        update = self.take("update")
-        kept: Resource = ("kept", block, index)
-        is_spilled = self.plan.homes[block][index].gradient is Home.SSD
-        gradient = _part("gradient", update) if is_spilled else kept
-        self.load(block, index, update, with_weight=is_fetched_once(self.plan.blocks, block))
-        self.download(block, index, gradients, gradient, weight_to=update)
-        self.add(Kind.SQUARES, block, index, [gradient], [("squares",)])
-        if is_spilled:
-            nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.gradient_bytes
-            self.add(Kind.SPILL_GRADIENT, block, index, [gradient], [kept], nbytes)
-        self.update(block, index, gradient, update, tentative=True)
-        self.give(update)
-        self.cursor.tentative.add((block, index))
-
-    def late_update(self, block: int, index: int) -> Resource:
-        """Does a pending update; returns its slot, which still holds the new weights."""
-        self.cursor.pending.remove((block, index))
-        slot = self.cursor.preloaded.pop((block, index), None)
-        update: Resource = self.take("update") if slot is None else ("update", slot)
-        if slot is None:
-            self.load(block, index, update, with_weight=True)
-        gradient: Resource = ("kept", block, index)
-        if self.plan.homes[block][index].gradient is Home.SSD:
-            nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.gradient_bytes
-            self.add(Kind.RECALL_GRADIENT, block, index, [gradient], [_part("gradient", update)], nbytes)
-            gradient = _part("gradient", update)
-        self.update(block, index, gradient, update)
-        return update
-
-    def preload(self) -> None:
-        """With all updates late, the SSD has little to do in the backward: reads ahead what the next forward
-        updates first, as far as the update slots reach."""
-        if self.plan.has_early_updates or self.plan.tentative:
-            return
-        free = self.cursor.free["update", ""]
-        self.ahead = True
-        for block, homes in enumerate(self.plan.homes):
-            for index, home in enumerate(homes):
-                if len(free) <= 1:
-                    break
-                on_ssd = Home.SSD in (home.weight, home.state)
-                if home.late and on_ssd and (block, index) not in self.cursor.preloaded:
-                    update = self.take("update")
-                    self.load(block, index, update, with_weight=True)
-                    self.cursor.preloaded[block, index] = int(update[-1])
-        self.ahead = False
-
-    def load(self, block: int, index: int, update: Resource, *, with_weight: bool) -> None:
-        home = self.plan.homes[block][index]
-        nbytes = self.ssd_bytes(block, index, with_weight)
-        if nbytes:
-            whole = with_weight and home.weight is Home.SSD
-            parts = [_part("weight", update)] if whole else []
-            if home.state is Home.SSD:
-                parts.append(_part("state", update))
-            self.add(Kind.LOAD_STATE, block, index, [("ssd", block, index)], parts, nbytes, whole=whole)
-
-    def download(
-        self, block: int, index: int, gradients: Resource, target: Resource, *, weight_to: Resource | None = None
-    ) -> None:
-        """Brings a chunk's gradient to the host; with `weight_to`, an update slot, its weight too if that lives on SSD,
-        so that it is not read from there a third time."""
-        chunk = self.plan.blocks[block].chunks[index]
-        nbytes = chunk.num_params * self.plan.precision.gradient_bytes
-        reads = [gradients]
-        writes = [target]
-        on_ssd = self.plan.homes[block][index].weight is Home.SSD
-        from_device = weight_to is not None and on_ssd and not is_fetched_once(self.plan.blocks, block)
-        if from_device:
-            assert weight_to is not None
-            reads.append(self.cursor.on_device[block])
-            writes.append(_part("weight", weight_to))
-            nbytes += chunk.num_params * self.plan.precision.weight_bytes
-        self.add(Kind.DOWNLOAD, block, index, reads, writes, nbytes, whole=from_device)
-
-    def update(self, block: int, index: int, gradient: Resource, update: Resource, *, tentative: bool = False) -> None:
-        """Reads (gradient, verdict); writes the parts where they live and stores what lives on SSD. A tentative one has
-        no verdict to go by, and leaves what lives there as it is: what is new goes beside it."""
-        home = self.plan.homes[block][index]
-        parts: list[Resource] = []
-        if home.weight is Home.SSD:
-            parts.append(_part("weight", update))
-        if home.state is Home.SSD:
-            parts.append(_part("state", update))
-        in_ram: list[Resource] = [("ram", block, index)] if len(parts) < 2 else []
-        verdict: list[Resource] = [] if tentative else [("verdict",)]
-        self.add(Kind.UPDATE, block, index, [gradient, *verdict], [*parts, *in_ram], tentative=tentative)
-        if parts:
-            nbytes = self.ssd_bytes(block, index, with_weight=True)
-            self.add(Kind.WRITE, block, index, parts, [("ssd", block, index)], nbytes, tentative=tentative)
-
-    def ssd_bytes(self, block: int, index: int, with_weight: bool) -> int:
-        home, chunk = self.plan.homes[block][index], self.plan.blocks[block].chunks[index]
-        per_param = self.plan.precision.state_bytes if home.state is Home.SSD else 0
-        if with_weight and home.weight is Home.SSD:
-            per_param += self.plan.precision.weight_bytes
-        return per_param * chunk.num_params
-
-    # Loss and norm
-
-    def loss(self, *, verdict: bool = True) -> None:
-        """Brings the loss to the host. Without clipping it alone decides whether the step counts."""
-        last = self.plan.num_compute - 1
-        self.add(Kind.LOSS, last, 0, [("losses",)], [("loss",)])
-        if verdict and not self.plan.clipping:
-            self.add(Kind.VERDICT, last, 0, [("loss",)], [("verdict",)])
-
-    def norm(self) -> None:
-        if self.plan.clipping:
-            self.add(Kind.VERDICT, self.plan.lowest, 0, [("loss",), ("squares",)], [("verdict",)])
-
-
-def _part(name: str, update: Resource) -> Resource:
-    """An update slot has three parts, which different lanes fill: gradient, weight and state."""
-    return (f"update.{name}", *update[1:])
