@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import greedysnake as gs
-from families import OPTIMIZER, make_batches, make_config, train_whole, whole_loss, whole_model
+from families import FAMILIES, OPTIMIZER, make_batches, make_config, train_whole, whole_loss, whole_model
 from greedysnake.models import capture
 from reference import Batch, Trained
 
@@ -88,6 +88,37 @@ def test_compiled_layers_train_alike(family: str, tmp_path: Path) -> None:
     assert not counters["graph_break"], dict(counters["graph_break"])
     num_kinds = 1 if family == "llama" else 2
     assert counters["stats"]["unique_graphs"] <= 2 * num_kinds  # the forward and the recompute
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_alike_when_compiled(family: str, device: str, tmp_path: Path) -> None:
+    """Plain, padded and packed rows, then shorter ones: the same code serves all lengths."""
+    torch._dynamo.reset()
+    config = make_config(family)
+
+    def losses(folder: str, **options: Any) -> list[float]:
+        with gs.Engine(
+            gs.load_model(config, seed=1),
+            OPTIMIZER,
+            storage=[tmp_path / folder],
+            ram="64MiB",
+            dtype="float32",
+            device=device,
+            **options,
+        ) as engine:
+            found = [engine.step(make_batches(step)).loss for step in range(2)]
+            return found + [engine.step([shortened(make_batches(step)[0], 10 - step)]).loss for step in range(3)]
+
+    wanted = losses("plain")
+    assert losses("compiled", compile=True) == pytest.approx(wanted, rel=1e-4)
+
+
+def shortened(batch: Batch, length: int) -> Batch:
+    return {name: value[:, :length].contiguous() for name, value in batch.items()}
 
 
 def test_bfloat16_follows_float32(tmp_path: Path) -> None:
