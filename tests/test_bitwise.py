@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from greedysnake.ops import Op
 from greedysnake.runtime.actions import Actions
 from greedysnake.runtime.io import io_uring_available
 from reference import OPTIMIZER, Batch, Trained, make_batches, make_parts, num_targets, take_values, train_engine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_STEPS = 10
 MICRO_BATCHES = 3
@@ -35,14 +37,6 @@ def train(directory: Path, **options: object) -> Trained:
     return train_engine(
         model(), batches, NUM_STEPS, **{"storage": [directory], "chunk_params": 4096, "alpha": 0.25, **options}
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

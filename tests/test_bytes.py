@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import child
 import greedysnake as gs
 from greedysnake.shapes import PRECISIONS, total_params
 from reference import OPTIMIZER, Batch, make_batches, make_parts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN, WIDTH, VOCAB = 128, 1024, 64
 """Blocks that fill their granules of 2048 parameters nearly."""
 LENGTH = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batches(num_micro_batches: int, step: int) -> list[Batch]:

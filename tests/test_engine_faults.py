@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.lanes import Wait
 from reference import OPTIMIZER, Batch, Layer, Trained, make_batches, make_parts, num_targets, take_values
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SECONDS = 10.0
 """In which an error must have reached the caller; it takes a fraction of one, but the machine may be busy."""
@@ -59,14 +61,6 @@ CASES = [
 
 class Planted(Exception):
     pass
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batches(step: int) -> list[Batch]:

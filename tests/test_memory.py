@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from greedysnake.placement import Home
 from greedysnake.shapes import total_params
 from reference import OPTIMIZER, Batch, Embed, Head, Layer, Trained, make_batches, make_parts, num_targets, take_values
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MIB = 1 << 20
 BUDGET = 16 * MIB
 NUM_LAYERS = 12
@@ -26,14 +27,6 @@ ALLOWANCE = 12 * MIB
 objects, what malloc keeps. Measured: 7 to 9 MiB."""
 GROWTH = 4 * MIB
 """Of RSS with 12 more layers, 144 MiB of state: the ops of two steps as Python objects. Measured: 2 MiB."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batches(step: int, num_micro_batches: int = 2) -> list[Batch]:

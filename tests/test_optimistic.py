@@ -7,7 +7,7 @@ import io
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from greedysnake.runtime.slots import Attempt, SlotTable
 from reference import OPTIMIZER, Batch, Trained, make_batches, make_parts, num_targets, take_values, train_engine
 from test_bitwise import Poison, require_equal
 from training import values_in
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_STEPS = 17
 CLIP = 20.0
@@ -52,14 +54,6 @@ def model(*, tied: bool = True) -> gs.Sequential:
 def train(directory: Path, *, num_steps: int = NUM_STEPS, **options: object) -> Trained:
     given_options = {"chunk_params": 4096, "alpha": 0.25, "max_grad_norm": CLIP, "storage": [directory], **options}
     return train_engine(model(), batches, num_steps, **given_options)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import greedysnake as gs
 import reference
 from reference import OPTIMIZER, Trained, make_batches, make_parts, train_engine, train_reference, train_reference_bf16
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_STEPS = 10
 TOLERANCE = 1e-5
 """Of a tensor's largest value. The same sums in another order differ by about 1e-7 after each of the ten steps."""
@@ -122,14 +124,6 @@ def test_cases_cover_what_they_claim() -> None:
     for choice in (MICRO_BATCHES, ALPHAS):
         of = "micro_batches" if choice is MICRO_BATCHES else "alpha"
         assert {(getattr(case, of), case.clip) for case in CASES} >= set(itertools.product(choice, (True, False)))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def devices() -> list[object]:

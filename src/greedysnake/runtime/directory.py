@@ -176,8 +176,9 @@ class StoreDirectory:
         )
 
 
-def require_space(directories: Sequence[StoreDirectory], missing_bytes: Sequence[int], hint: str) -> None:
-    """PlanError with the numbers, unless every filesystem has room; directories may share one."""
+def require_space(directories: Sequence[StoreDirectory], missing_bytes: Sequence[int], or_else: str) -> None:
+    """PlanError with the numbers, unless every filesystem has room; directories may share one. `or_else` names what
+    helps besides freeing space."""
     by_device: dict[int, list[int]] = {}
     for index, directory in enumerate(directories):
         by_device.setdefault(os.stat(directory.path).st_dev, []).append(index)
@@ -190,8 +191,7 @@ def require_space(directories: Sequence[StoreDirectory], missing_bytes: Sequence
         names = ", ".join(str(directories[index].path) for index in indexes)
         raise PlanError(
             f"the store needs {format_size(needed)} ({needed} bytes) more in {names}, "
-            f"{format_size(free)} ({free} bytes) are free there: free {format_size(needed - free)}, "
-            f"add a directory on another drive{hint}"
+            f"{format_size(free)} ({free} bytes) are free there: free {format_size(needed - free)}{or_else}"
         )
 
 

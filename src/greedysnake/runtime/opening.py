@@ -65,7 +65,8 @@ def resume_store(
             )
     layout = replace(layout, num_slots=max(layout.num_slots, manifest.num_slots))
     grows = layout.num_slots > manifest.num_slots  # else what was left for manifests is there still
-    _require_space(directories, layout, _manifest_bytes(extents) if grows else 0)
+    or_else = ", or pass optimistic=False" if grows else ""
+    _require_space(directories, layout, _manifest_bytes(extents) if grows else 0, or_else)
     _allocate(directories, layout)
     return manifest, layout
 
@@ -77,7 +78,12 @@ def create_store(
     identities = [directory.identity() for directory in directories]  # a damaged or newer one is refused here
     if not overwrite:
         _refuse_to_discard(directories, identities)
-    _require_space(directories, layout, 2 * _manifest_bytes(extents))
+    smaller = {
+        2: ", or pass single_slot=True, which halves it",
+        3: ", or pass optimistic=False, which takes a third off",
+    }
+    or_else = ", add a directory on another drive" + smaller.get(layout.num_slots, "")
+    _require_space(directories, layout, 2 * _manifest_bytes(extents), or_else)
     reusable = None if overwrite else _reusable_store(identities)
     store = reusable or uuid.uuid4().hex
     # The manifests go first: from here on nothing that is about to be overwritten counts as a checkpoint.
@@ -104,16 +110,14 @@ def _manifest_bytes(extents: Sequence[ExtentSpec]) -> int:
     return 16 * sum(len(spec.parts) for spec in extents) + (64 << 10)
 
 
-def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_bytes: int = 0) -> None:
+def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_bytes: int, or_else: str) -> None:
     missing = [
         directory.missing_bytes(EXTENTS, sum(map(len, layout.backed_ranges(member))))
         + directory.missing_bytes(SCRATCH, layout.scratch_bytes[member])
         for member, directory in enumerate(directories)
     ]
     missing[0] += more_bytes
-    hints = {2: ", or pass single_slot=True, which halves it", 3: ", or pass optimistic=False, which takes a third off"}
-    hint = hints.get(layout.num_slots, "")
-    require_space(directories, missing, hint)
+    require_space(directories, missing, or_else)
 
 
 def _allocate(directories: Sequence[StoreDirectory], layout: Layout) -> None:
