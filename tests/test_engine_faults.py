@@ -37,6 +37,13 @@ VERTICAL: dict[str, object] = {
     "chunk_params": 4096,
 }
 CLIPPED: dict[str, object] = {**VERTICAL, "max_grad_norm": 0.5}
+OPTIMISTIC: dict[str, object] = {
+    **VERTICAL,
+    "max_grad_norm": 1e9,
+    "optimistic": True,
+    "placement": gs.Placement(activations_ram=0.5, gradients_device=0, gradients_ram=0.5, weights_ram=0.5),
+}
+"""From the third step on all updates but the late ones are done before the norm is known."""
 HORIZONTAL: dict[str, object] = {
     "alpha": 0.5,
     "placement": gs.Placement(activations_ram=0.5),
@@ -48,6 +55,7 @@ ON_SSD = "RSWYXHJ"
 WHERE: list[tuple[str, dict[str, object], str]] = [
     ("vertical", VERTICAL, "FBRUDSAWPGYXHJLN"),
     ("clipped", CLIPPED, "QNASWHJD"),
+    ("optimistic", OPTIMISTIC, "QNASWHDRU"),
     ("horizontal", HORIZONTAL, "CFBRUDSAWL"),
 ]
 CASES = [
@@ -155,6 +163,16 @@ def test_a_failed_op_closes_the_engine_and_loses_nothing(
     require_closed(engine, before)
     monkeypatch.undo()
     require_checkpoint(tmp_path, options, held)
+
+
+def test_faults_in_an_optimistic_engine_meet_tentative_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Op] = []
+    run = Actions.run
+    engine, _ = saved_engine(tmp_path, OPTIMISTIC)
+    monkeypatch.setattr(Actions, "run", lambda self, op, context: (seen.append(op), run(self, op, context))[1])
+    with engine:
+        engine.step(batches(3))
+    assert {op.kind for op in seen if op.tentative} == {Kind.UPDATE, Kind.WRITE}
 
 
 def test_a_failure_in_an_evaluation_closes_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
