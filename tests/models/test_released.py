@@ -9,6 +9,15 @@ import pytest
 import greedysnake as gs
 
 LONG = {"type": "longrope", "long_factor": [1.0 + number / 10 for number in range(48)], "short_factor": [1.0] * 48}
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
 RELEASED: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "model_type": "llama",
@@ -80,26 +89,14 @@ RELEASED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768,
     },
     "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
+        **QWEN,
         "max_position_embeddings": 131072,
         "use_sliding_window": False,
         "sliding_window": 131072,
         "max_window_layers": 28,
     },
     "qwen2.5 yarn": {
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
+        **QWEN,
         "max_position_embeddings": 32768,
         "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
     },
