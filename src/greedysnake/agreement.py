@@ -20,7 +20,7 @@ from greedysnake.config import Config
 from greedysnake.models.export import export_model
 from greedysnake.models.huggingface import CausalLM, load_model
 from greedysnake.models.shrink import shrink
-from greedysnake.preparation import adamw, choose_device, model_configuration
+from greedysnake.preparation import adamw, choose_device, model_configuration, why_not_compiled
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import decays_by_default
 
@@ -105,7 +105,7 @@ def train_here(
         slots=options.slots,
         optimistic=config.may_be_optimistic,
         chunk_params=CHUNK_PARAMS,
-        compile=options.compile,
+        compile=why_not_compiled(config, device) is None,
     ) as engine:
         export_model(engine, model, directory / "start", dtype="float32")
         losses = [engine.step(batches).loss for batches in steps]

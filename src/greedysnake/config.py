@@ -214,8 +214,9 @@ class EngineOptions:
     """Threads that update chunks on the CPU. null leaves some cores to everything else."""
     compute_threads: int | None = None
     """Threads of torch; matters when the device is the CPU. null leaves it to torch."""
-    compile: bool = False
-    """Compile layers with torch.compile: slower to start, faster on GPUs."""
+    compile: bool | None = None
+    """Compile layers with torch.compile: slower to start, faster on GPUs. null is true on cuda, for sequences of one
+    length (packing, or pad_to sequence_length) and where there is a C compiler."""
     fill_ram: bool = True
     """Keep in RAM what fits into the budget: weights first, then activations, gradients, optimizer state. Shares that
     placement sets to other values than the defaults stay as they are."""

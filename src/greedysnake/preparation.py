@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from greedysnake import settings
+from greedysnake.compiling import missing_for_compiling
 from greedysnake.config import Config, TrainingOptions, difference
 from greedysnake.data.batches import Batches
 from greedysnake.data.corpus import Progress
@@ -71,6 +72,7 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     with _key("training."):
         require_trackers(config.training.report_to)
     device = choose_device(config.engine.device)
+    _require_compiler(config, device)
     model_config = model_configuration(config)
     _require_positions(config, model_config)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -117,7 +119,7 @@ def open_engine(
         optimistic=plan is not None and plan.may_be_tentative,
         verify_reads=options.verify_reads,
         num_threads=options.num_threads,
-        compile=options.compile,
+        compile=why_not_compiled(config, device) is None,
     )
 
 
@@ -184,6 +186,24 @@ def choose_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device is cuda and torch finds no CUDA device: use cpu, or install a driver")
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def why_not_compiled(config: Config, device: str) -> str | None:
+    """None when layers are compiled: because the configuration says so, or because it pays and can be done."""
+    if config.engine.compile is not None:
+        return None if config.engine.compile else "engine.compile is false"
+    if device == "cpu":
+        return "it pays on cuda alone"
+    if not config.data.packing and config.data.pad_to != "sequence_length":
+        return "sequences differ in length, which data.pad_to=sequence_length would change"
+    missing = missing_for_compiling(device)
+    return missing and f"this machine lacks {missing}"
+
+
+def _require_compiler(config: Config, device: str) -> None:
+    missing = missing_for_compiling(device) if config.engine.compile else None
+    if missing:
+        raise ConfigError(f"engine.compile is true, and this machine lacks {missing}: install it, or use false")
 
 
 def model_configuration(config: Config) -> Any:

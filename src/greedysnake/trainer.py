@@ -17,7 +17,7 @@ from rich.console import Console
 
 from greedysnake.config import Config, load_config
 from greedysnake.errors import ConfigError, StorageError, explained
-from greedysnake.preparation import METRICS, RUN, Prepared, open_engine, prepare
+from greedysnake.preparation import METRICS, RUN, Prepared, open_engine, prepare, why_not_compiled
 from greedysnake.report.metrics import MetricsFile, step_record
 from greedysnake.report.progress import Progress, Prospect, Summary, data_text, home_table, prospect_text, summary_text
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
@@ -106,6 +106,7 @@ class Trainer:
             num_micro_batches=training.gradient_accumulation_steps,
             micro_batch_size=training.per_device_train_batch_size,
             sequence_length=training.sequence_length,
+            not_compiled=why_not_compiled(self.config, self.prepared.device),
         )
 
 

@@ -42,6 +42,8 @@ class Prospect:
     num_micro_batches: int
     micro_batch_size: int
     sequence_length: int
+    not_compiled: str | None
+    """Why layers are not compiled; None when they are."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
     lines = [
         f"{_count(footprint.num_params)} parameters in {prospect.dtype} on {prospect.device}, "
         f"run in {prospect.output_dir}",
+        *_compiling(prospect),
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
         f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included",
         *([f"updates wait for the norm of the whole gradient: {footprint.waits}"] if footprint.waits else []),
@@ -93,6 +96,12 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
     ]
     return "\n".join(lines)
+
+
+def _compiling(prospect: Prospect) -> list[str]:
+    if prospect.not_compiled is None:
+        return ["layers are compiled during the first step, which therefore takes longer"]
+    return [f"layers are not compiled: {prospect.not_compiled}"] if prospect.device == "cuda" else []
 
 
 def data_text(train: DataReport, validation: DataReport | None) -> str:
