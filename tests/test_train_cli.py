@@ -129,6 +129,10 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
         change("engine.placement", {"activations_device": 0.5, "activations_ram": 0.6}),
         "engine.placement.activations_device + activations_ram is 1.1: together they are at most 1",
     ),
+    "kept layers": (
+        lambda values, _: values["engine"].update(schedule="horizontal", placement={"weights_device": 0.5}),
+        "engine.schedule is horizontal, which keeps no layers: set placement.weights_device",
+    ),
     "storage": (put_a_file_in_the_way, "file is a file: give another directory"),
     "output_dir of others": (foreign_metrics, "which has a metrics.jsonl but no run.yaml: give another folder"),
     "unknown dtype": (change("engine.dtype", "float8"), "engine.dtype is 'float8': give bfloat16 or float32"),

@@ -232,6 +232,10 @@ class EngineOptions:
         _require_at_least("compute_threads", self.compute_threads, 1)
         if self.optimistic and (self.single_slot or self.schedule != "vertical"):
             raise ConfigError("optimistic is true, which needs the vertical schedule and no single_slot: remove one")
+        if self.schedule == "horizontal" and (self.placement.weights_device or self.placement.graphs_device):
+            raise ConfigError(
+                "schedule is horizontal, which keeps no layers: set placement.weights_device and graphs_device to 0"
+            )
         if len({Path(directory).absolute() for directory in self.storage}) < len(self.storage):
             raise ConfigError("storage names a directory twice: give one directory per drive")
 
