@@ -43,6 +43,7 @@ std::optional<uint64_t> Scheduler::submit(const Transfer& transfer) {
     if (num_queued_[is_write] == 0) direction_limit_[is_write].begin(now);
     num_queued_[is_write]++;
     queues_[transfer.urgent][is_write].push_back(std::move(request));
+    note_busy(now);
     work_.notify_one();
     return last_ticket_;
 }
@@ -63,7 +64,7 @@ bool Scheduler::poll(uint64_t ticket) {
 Counters Scheduler::counters() {
     const std::lock_guard lock(mutex_);
     Counters result = counters_;
-    if (in_flight_ > 0) result.busy_s += std::chrono::duration<double>(Clock::now() - busy_since_).count();
+    if (is_busy_) result.busy_s += std::chrono::duration<double>(Clock::now() - busy_since_).count();
     return result;
 }
 
@@ -84,6 +85,7 @@ void Scheduler::stop(bool cancel) {
         for (auto& [ticket, request] : requests_) {
             if (!request->is_done()) fail(*request, ECANCELED);
         }
+        note_busy(Clock::now());
     }
     work_.notify_all();
 }
@@ -129,10 +131,13 @@ std::unique_ptr<Piece> Scheduler::take_locked(Clock::time_point now, Clock::time
         auto piece = take_held(now, wake_at);
         if (!piece) {
             piece = cut_next(now, wake_at);
-            if (!piece) return nullptr;
+            if (!piece) {
+                note_busy(now);  // requests that failed leave the queue without a piece
+                return nullptr;
+            }
             if (!start(piece, now)) continue;
         }
-        if (in_flight_++ == 0) busy_since_ = now;
+        in_flight_++;
         counters_.peak_in_flight = std::max(counters_.peak_in_flight, in_flight_);
         return piece;
     }
@@ -234,14 +239,24 @@ bool Scheduler::start(std::unique_ptr<Piece>& piece, Clock::time_point now) {
 void Scheduler::finish(std::unique_ptr<Piece> piece, ssize_t result) {
     const std::lock_guard lock(mutex_);
     const auto now = Clock::now();
-    if (--in_flight_ == 0) counters_.busy_s += std::chrono::duration<double>(now - busy_since_).count();
+    --in_flight_;
     if (piece->cut_to != SIZE_MAX) {
         if (result == static_cast<ssize_t>(piece->cut_to)) result = static_cast<ssize_t>(piece->fault->value);
         piece->cut_to = SIZE_MAX;
     }
     settle(std::move(piece), result, now);
+    note_busy(now);
     // A piece to be continued is work for a thread of the pool, and the last piece may let all of them end.
     if (has_work() || stopped_) work_.notify_one();
+}
+
+// To be called whenever the answer may have changed. A request that waits for a rate limit keeps the drive busy: the limit
+// stands for a drive of that speed.
+void Scheduler::note_busy(Clock::time_point now) {
+    const bool is_busy = in_flight_ > 0 || has_work();
+    if (is_busy && !is_busy_) busy_since_ = now;
+    if (!is_busy && is_busy_) counters_.busy_s += std::chrono::duration<double>(now - busy_since_).count();
+    is_busy_ = is_busy;
 }
 
 void Scheduler::settle(std::unique_ptr<Piece> piece, ssize_t result, Clock::time_point now) {

@@ -37,7 +37,7 @@ struct Outcome {
 struct Counters {
     uint64_t bytes[2] = {0, 0};  // [0] read, [1] written
     uint64_t requests[2] = {0, 0};
-    double busy_s = 0;  // time with at least one piece in flight
+    double busy_s = 0;  // time with at least one request that is queued or in flight
     size_t peak_in_flight = 0;
 };
 
@@ -109,6 +109,7 @@ class Scheduler {
     void settle(std::unique_ptr<Piece> piece, ssize_t result, Clock::time_point now);
     void end_piece(Piece& piece);
     void fail(Request& request, int error);
+    void note_busy(Clock::time_point now);
     bool has_work() const { return num_queued_[0] + num_queued_[1] > 0 || !held_.empty(); }
 
     const size_t depth_;
@@ -128,6 +129,7 @@ class Scheduler {
     RateLimit total_limit_;
     FaultRules faults_;
     size_t in_flight_ = 0;
+    bool is_busy_ = false;
     Clock::time_point busy_since_;
     Counters counters_;
 };

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +26,6 @@ def start(module: str, function: str, *arguments: object) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # malloc maps what is this large, as it does by itself for blocks of real size, instead of carving it from a
-        # heap in which small objects keep the holes apart: peaks of memory are then the same in every run.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
     )
 
 

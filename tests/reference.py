@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import greedysnake as gs
 from greedysnake import _native
-from greedysnake.runtime.compute import block_seed
 from greedysnake.runtime.optimizer import Fp32Chunk, Gradient, update_fp32
+from greedysnake.runtime.randomness import block_seed
 from greedysnake.schedule import snake
 
 Batch = dict[str, torch.Tensor]
@@ -127,16 +127,19 @@ def make_parts(
     dropout: float = 0.0,
     uneven: bool = False,
     mixed: bool = False,
+    repeated: bool = False,
     seed: int = 0,
     device: str = "cpu",
 ) -> Parts:
     """`frozen` names prefixes of parameters, e.g. "layers.1" or "embed". `uneven` gives layers different sizes,
-    `mixed` puts layers of other structures between them."""
+    `mixed` puts layers of other structures between them, `repeated` the first in place of the second and last."""
     torch.manual_seed(seed)
     embed = Embed(vocab, hidden)
     layers: list[nn.Module] = [Layer(hidden, width * (1 + i % 3 if uneven else 1), dropout) for i in range(num_layers)]
     if mixed:
         layers = [layers[0], Gate(hidden), Plain(), *layers[1:], Plain(), Gate(hidden)]
+    if repeated:
+        layers[1] = layers[-1] = layers[0]
     parts = Parts(embed, layers, Head(vocab, hidden, embed.weight if tied else None))
     for name, parameter in parts.named_parameters().items():
         if name.startswith(tuple(frozen)):

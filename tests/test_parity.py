@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, object]] = {
     "tied, layers frozen": {"tied": True, "frozen": ["layers"]},
     "dropout": {"dropout": 0.3},
     "uneven": {"uneven": True},
+    "repeated": {"repeated": True},
     "mixed": {"mixed": True, "uneven": True, "tied": True, "dropout": 0.1},
 }
 MICRO_BATCHES = (1, 2, 3, 8)
@@ -100,6 +101,8 @@ def warm_up(step: int) -> float:
 SPECIAL = [
     Case(3, 0.5, "ssd", "plain", False, layers_per_block=2),
     Case(2, 0.25, "all on ssd", "uneven", True, layers_per_block=3),
+    Case(2, 0.5, "ssd", "repeated", False, layers_per_block=2),
+    Case(3, 0.25, "some in ram", "repeated", True, layers_per_block=2),
     Case(8, 0.5, "some in ram", "plain", False, lr=warm_up),
     Case(3, 1.0, "ssd", "tied", True, lr=warm_up),
     Case(1, 0.0, "ssd", "plain", False, "horizontal"),

@@ -204,8 +204,9 @@ class EngineOptions:
     """With clipping: after steps that were not clipped, do the next one's updates in the backward without waiting for
     the norm, and once more if it is clipped after all. Nothing changes but the time. Takes half as much disk space
     again; null is true where there is room."""
-    chunk_params: int = 4 << 20
-    """Parameters in a chunk: the unit of SSD transfer and of optimizer work."""
+    chunk_params: int | None = None
+    """Parameters in a chunk: the unit of SSD transfer and of optimizer work. null is 4 Mi, or less for a small
+    engine.ram."""
     single_slot: bool = False
     """Half the disk space; a run that is killed between checkpoints is then lost."""
     verify_reads: bool = True

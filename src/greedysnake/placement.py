@@ -27,7 +27,7 @@ class Placement:
     activations_device: float = 0.0
     """Share of the activations that stay on the device from forward to backward."""
     activations_ram: float = 1.0
-    """Share of the activations that wait in RAM."""
+    """Share of the activations that wait in RAM; 1 is all that are not on the device."""
     gradients_device: float = 1.0
     """Share of the tensors between two blocks (activations going up, their gradients coming down) that stay
     on the device until the next block takes them."""
@@ -45,6 +45,8 @@ class Placement:
         for name, value in self.__dict__.items():
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"placement.{name} is {value}: give a fraction between 0 and 1")
+        if self.activations_ram == 1.0:
+            object.__setattr__(self, "activations_ram", 1.0 - self.activations_device)
         if self.activations_device + self.activations_ram > 1.0 + 1e-9:
             raise ConfigError(
                 f"placement.activations_device + activations_ram is "

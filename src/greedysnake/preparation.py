@@ -32,7 +32,7 @@ from greedysnake.report.trackers import require_trackers
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.footprint import Footprint, foresee, missing_room, require_disk
 from greedysnake.runtime.host import ram_bytes
-from greedysnake.runtime.opening import holds_checkpoint, holds_store, num_slots_of_checkpoint
+from greedysnake.runtime.opening import Stored, holds_checkpoint, holds_store, stored_in
 from greedysnake.runtime.optimizer import AdamW
 from greedysnake.sizes import format_size
 
@@ -78,8 +78,8 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config)
-    stored_slots = num_slots_of_checkpoint(config.storage[0]) if resume else 0
-    footprint = footprint_of(config, model, model_config, ram, stored_slots)
+    stored = stored_in(config.storage[0]) if resume else None
+    footprint = footprint_of(config, model, model_config, ram, stored)
     with _key("engine.storage: "):
         require_disk(footprint, config.storage)
     train = batches_of(config, tokenizer, "train", progress)
@@ -245,11 +245,11 @@ def make_model(config: Config, model_config: Any) -> CausalLM:
     return model
 
 
-def footprint_of(config: Config, model: Model, model_config: Any, ram: int, stored_slots: int = 0) -> Footprint:
-    """PlanError, beginning with engine.ram, when the budget is too small. `stored_slots` are those of the checkpoint
-    that is continued: they stay, so there is nothing to gain by not using them."""
+def footprint_of(config: Config, model: Model, model_config: Any, ram: int, stored: Stored | None = None) -> Footprint:
+    """PlanError, beginning with engine.ram, when the budget is too small. The slots that are `stored` in the checkpoint
+    that is continued stay, so there is nothing to gain by not using them."""
     wanted = config.engine.optimistic
-    foreseen = partial(_foresee, config, model, model_config, ram, stored_slots)
+    foreseen = partial(_foresee, config, model, model_config, ram, stored)
     if not config.may_be_optimistic:
         return foreseen(optimistic=False)
     try:
@@ -263,7 +263,7 @@ def footprint_of(config: Config, model: Model, model_config: Any, ram: int, stor
         return waiting
     if not wanted and footprint.step_ssd_bytes > MOST_TRAFFIC * waiting.step_ssd_bytes:
         return replace(waiting, waits=_NO_RAM)
-    missing = 0 if wanted or footprint.num_slots == stored_slots else missing_room(footprint, config.storage)
+    missing = 0 if wanted or footprint.num_slots == footprint.stored_slots else missing_room(footprint, config.storage)
     if not missing:
         return footprint
     waits = f"with engine.optimistic, or {format_size(missing)} more of free disk, they would not"
@@ -276,7 +276,7 @@ _NO_RAM = "engine.ram has no room for doing them before it is known"
 
 
 def _foresee(
-    config: Config, model: Model, model_config: Any, ram: int, stored_slots: int, *, optimistic: bool
+    config: Config, model: Model, model_config: Any, ram: int, stored: Stored | None, *, optimistic: bool
 ) -> Footprint:
     training, options = config.training, config.engine
     hidden = model_config.get_text_config().hidden_size
@@ -301,7 +301,7 @@ def _foresee(
             * element_bytes,
             fill=options.fill_ram,
             optimistic=optimistic,
-            stored_slots=stored_slots,
+            stored=stored,
         )
     except PlanError as error:
         raise PlanError(f"engine.ram: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,10 +51,13 @@ class BlockSource:
         Without `values` the parameters' contents do not matter, as when they come from a checkpoint.
         """
         modules = [(prefix, _build(prefix, source)) for prefix, source in self.members]
-        parameters = {}
+        parameters: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
         for prefix, module in modules:
             for name, parameter in module.named_parameters():
-                parameters[f"{prefix}.{name}"] = parameter
+                if id(parameter) not in seen:  # the same layer may be there twice
+                    parameters[f"{prefix}.{name}"] = parameter
+                    seen.add(id(parameter))
         module = modules[0][1] if len(modules) == 1 else LayerGroup([module for _, module in modules])
         return module, parameters
 
@@ -97,8 +100,10 @@ class Sequential:
     ) -> None:
         """`num_targets(batch)` is known before the forward, so that a step's loss is its sum over the targets of
         all its micro-batches divided by their number. `layers_per_block` layers stream as one block."""
-        if layers_per_block < 1:
-            raise ConfigError(f"layers_per_block is {layers_per_block}: give 1 or more")
+        if not isinstance(layers_per_block, int) or layers_per_block < 1:
+            raise ConfigError(f"layers_per_block is {layers_per_block}: give a whole number, 1 or more")
+        if not isinstance(layers, Iterable):
+            raise ConfigError(f"layers is a {type(layers).__name__}: give a list of modules, or of functions")
         self._count = num_targets
         self._embed = embed
         self._layers = list(layers)

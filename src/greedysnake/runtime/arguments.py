@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike, cpu_count
+from numbers import Real
+from os import PathLike, cpu_count, fspath
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +15,7 @@ from greedysnake.errors import ConfigError
 from greedysnake.models.sequential import Batch, MicroBatch, Model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -30,33 +33,53 @@ class IoOptions:
     total_bytes_per_s: float | None = None
 
 
-def check_numbers(dtype: str, alpha: float, max_grad_norm: float | None, chunk_params: int) -> None:
-    if dtype in ("float16", "fp16", "half"):
+def check_numbers(alpha: float, max_grad_norm: float | None, chunk_params: int | None, seed: int) -> None:
+    if not _is_number(alpha) or not 0.0 <= alpha <= 1.0:
+        raise ConfigError(f"alpha is {alpha!r}: give a fraction between 0 and 1")
+    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+        raise ConfigError(
+            f"max_grad_norm is {max_grad_norm!r}: give a positive number, inf to clip nothing, or None"
+        )
+    if chunk_params is not None and (not isinstance(chunk_params, int) or chunk_params < 1):
+        raise ConfigError(f"chunk_params is {chunk_params!r}: give a whole number, 1 or more")
+    if not isinstance(seed, int):
+        raise ConfigError(f"seed is {seed!r}: give a whole number")
+
+
+def checked_dtype(dtype: str | torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name in ("float16", "fp16", "half"):
         raise ConfigError("dtype is float16, which needs loss scaling: use bfloat16, which has the range of float32")
-    if dtype not in DTYPES:
+    if name not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: use 'bfloat16' or 'float32'")
-    if not 0.0 <= alpha <= 1.0:
-        raise ConfigError(f"alpha is {alpha}: give a fraction between 0 and 1")
-    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise ConfigError(f"max_grad_norm is {max_grad_norm}: give a positive number, or None for no clipping")
-    if not isinstance(chunk_params, int) or chunk_params < 1:
-        raise ConfigError(f"chunk_params is {chunk_params}: give a whole number, 1 or more")
+    return name
 
 
-def check_storage(storage: Sequence[str | PathLike[str]], *, resume: bool, checkpoints: bool) -> None:
-    if isinstance(storage, (str, PathLike)):
-        raise ConfigError(f"storage is {str(storage)!r}: give a list of directories, one per drive")
-    if resume and not storage:
+def checked_kind(name: str, value: object, kind: type[Given]) -> Given:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}: give a gs.{kind.__name__}")
+    return value
+
+
+def checked_storage(storage: Sequence[str | PathLike[str]], *, resume: bool, checkpoints: bool) -> list[str]:
+    if isinstance(storage, (str, bytes, PathLike)) or not isinstance(storage, Iterable):
+        raise ConfigError(f"storage is {storage!r}: give a list of directories, one per drive")
+    directories = list(storage)
+    for directory in directories:
+        if not isinstance(directory, (str, PathLike)) or not isinstance(fspath(directory), str):
+            raise ConfigError(f"storage names {directory!r}: give each directory as a text or a Path")
+    if resume and not directories:
         raise ConfigError("resume=True needs the storage directories of the checkpoint: give storage=[...]")
     if resume and not checkpoints:
         raise ConfigError("resume=True with checkpoints=False: a run without checkpoints cannot continue one")
+    return [fspath(directory) for directory in directories]
 
 
 def check_optimistic(
     optimistic: bool,
     schedule: str,
     max_grad_norm: float | None,
-    storage: Sequence[str | PathLike[str]],
+    storage: Sequence[str],
     *,
     single_slot: bool,
 ) -> None:
@@ -73,7 +96,10 @@ def check_optimistic(
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device is {device!r}: use 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {str(device)!r}: use 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -88,14 +114,16 @@ def default_threads(device: torch.device) -> int:
 
 
 def checked_rate(lr: float) -> float:
-    if not (math.isfinite(lr) and lr >= 0):
-        raise ConfigError(f"lr is {lr}: give a finite number, 0 or more")
+    if not (_is_number(lr) and math.isfinite(lr) and lr >= 0):
+        raise ConfigError(f"lr is {lr!r}: give a finite number, 0 or more")
     return lr
 
 
 def checked_batches(micro_batches: Iterable[Batch]) -> list[Batch]:
     if isinstance(micro_batches, Mapping):
         raise ConfigError("one batch was given: give a list of micro-batches, [batch] for one")
+    if not isinstance(micro_batches, Iterable):
+        raise ConfigError(f"the micro-batches are a {type(micro_batches).__name__}: give a list of dicts of tensors")
     batches = list(micro_batches)
     if not batches:
         raise ConfigError("a step needs at least one micro-batch")
@@ -117,6 +145,10 @@ def count_targets(model: Model, batches: Sequence[Batch]) -> int:
 
 def to_device(batch: Batch, device: torch.device) -> MicroBatch:
     return MicroBatch({name: _usable(value).to(device, non_blocking=True) for name, value in batch.items()})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _usable(value: torch.Tensor) -> torch.Tensor:

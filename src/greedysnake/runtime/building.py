@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,6 +38,7 @@ def build_blocks(
             if name not in block.shared:
                 take_values(parameter, dtype, device)
         module.to(device)
+        _return_free_memory()
     if shared:
         block = blocks[-1]
         block.parameters = {place.name: shared[place.name] for place in block.places}
@@ -44,6 +46,7 @@ def build_blocks(
             state.fill(len(blocks) - 1, block.parameters)
         for parameter in block.parameters.values():
             take_values(parameter, dtype, device)
+        _return_free_memory()
         for block in blocks[:-1]:
             block.adopt(shared)
     if resume:
@@ -60,3 +63,11 @@ def _require_parameters(block: FlatBlock, parameters: Mapping[str, torch.Tensor]
                 f"{place.name} was {tuple(place.shape)} when the model's shapes were read and is {shape} when it is "
                 "built: its function must make the same module each time"
             )
+
+
+def _return_free_memory() -> None:
+    """Gives back to the system what malloc keeps for later. glibc keeps freed tensors of up to 32 MiB, so a model that
+    is made and freed layer by layer would still grow the process by most of its size."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -17,12 +17,8 @@ from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.context import Outputs, StepContext
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.memory import slot_number
+from greedysnake.runtime.randomness import Randomness
 from greedysnake.runtime.recompute import Recompute
-
-
-def block_seed(seed: int, step: int, block: int, micro_batch: int) -> int:
-    """What the random numbers of one block for one micro-batch of one step start from."""
-    return (((step * 1_000_003 + block) * 1_000_003 + micro_batch) * 1_000_003 + seed) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 class Compute:
@@ -40,8 +36,6 @@ class Compute:
     ) -> None:
         self._blocks = blocks
         self._buffers = buffers
-        self._device = device
-        self._seed = seed
         self._vertical = vertical
         modules = [block.module for block in blocks if block.module is not None]
         last = len(modules) - 1
@@ -54,6 +48,7 @@ class Compute:
             for number, module in enumerate(modules)
             if compile and 0 < number < last
         }
+        self._randomness = Randomness([block.module for block in blocks], device, seed)
         self._bound: dict[int, int] = {}
         self._unwatched = set(range(len(modules)))
         """Blocks whose first forward in training is still to come."""
@@ -139,7 +134,7 @@ class Compute:
             if outputs is None and op.block in self._recompute:
                 assert hidden is not None
                 extra = self._extra_inputs(op, context)
-                self._seed_random(op, context)
+                self._randomness.start(context.step, op.block, op.index)
                 outputs, seed = self._pair(op, self._recompute[op.block](hidden, seed, *extra)), None
             elif outputs is None:
                 outputs = self._call(op, context, hidden)
@@ -160,9 +155,9 @@ class Compute:
             arguments = (hidden, batch)
         else:
             arguments = (hidden, *self._extra_inputs(op, context))
-        self._seed_random(op, context)
+        self._randomness.start(context.step, op.block, op.index)
         version = None if hidden is None else hidden._version
-        with self._buffers_watched(op.block, context):
+        with self._watched(op.block, context):
             output = self._forward[op.block](*arguments)
         if hidden is not None and hidden._version != version:
             raise ConfigError(
@@ -172,8 +167,9 @@ class Compute:
         return self._pair(op, output)
 
     @contextmanager
-    def _buffers_watched(self, number: int, context: StepContext) -> Iterator[None]:
-        """Refuses a module that has state besides its parameters. Looks once, and never within compiled code.
+    def _watched(self, number: int, context: StepContext) -> Iterator[None]:
+        """Refuses a module that has state besides its parameters, and notes whose random numbers it draws. Looks once,
+        and never within compiled code.
 
         Non-persistent buffers may be exchanged: rotary embeddings keep what they computed for the longest sequence.
         """
@@ -184,7 +180,8 @@ class Compute:
         module = self._blocks[number].module
         assert module is not None
         before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
-        yield
+        with self._randomness.watched(number):
+            yield
         for name, buffer in module.named_buffers():
             old, version = before.get(name, (buffer, buffer._version))
             if old._version != version or (buffer is not old and name in module.state_dict(keep_vars=True)):
@@ -230,14 +227,6 @@ class Compute:
     def _point(block: FlatBlock, weights: torch.Tensor) -> None:
         for place in block.places:
             block.parameters[place.name].data = weights[place.offset : place.end].view(place.shape)
-
-    def _seed_random(self, op: Op, context: StepContext) -> None:
-        """The same random numbers in forward and recompute, whatever the order of the ops."""
-        number = block_seed(self._seed, context.step, op.block, op.index)
-        torch.default_generator.manual_seed(number)
-        if self._device.type == "cuda":
-            index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-            torch.cuda.default_generators[index].manual_seed(number)
 
     # Input and output
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike, getpid
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -27,19 +28,21 @@ from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.building import build_blocks
 from greedysnake.runtime.compute import Compute
 from greedysnake.runtime.context import StepContext
-from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram
+from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram
 from greedysnake.runtime.flat import DecayRule, decays_by_default, survey
 from greedysnake.runtime.io import IoCounters, IoEngine
 from greedysnake.runtime.memory import DeviceMemory, HostMemory, StepMemory
+from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimism import Optimism
 from greedysnake.runtime.optimizer import AdamW
+from greedysnake.runtime.randomness import python_random_kept
 from greedysnake.runtime.result import StepResult, make_result
-from greedysnake.runtime.runner import Runner
+from greedysnake.runtime.runner import Runner, with_op
 from greedysnake.runtime.state import ModelState, extent_specs, fingerprint
 from greedysnake.runtime.steps import Action, Steps, find_schedule
 from greedysnake.runtime.store import Store
 from greedysnake.runtime.updates import Updates
-from greedysnake.shapes import GRANULE, PRECISIONS
+from greedysnake.shapes import PRECISIONS
 from greedysnake.sizes import parse_size
 from greedysnake.trace import Record
 
@@ -66,13 +69,13 @@ class Engine:
         storage: Sequence[str | PathLike[str]] = (),
         ram: int | str,
         device: str | torch.device = "cpu",
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         schedule: str = "vertical",
         alpha: float = 0.25,
         max_grad_norm: float | None = None,
         placement: Placement | None = None,
         slots: Slots | None = None,
-        chunk_params: int = 4 << 20,
+        chunk_params: int | None = None,
         seed: int = 0,
         resume: bool = False,
         overwrite: bool = False,
@@ -94,9 +97,15 @@ class Engine:
         less. It takes half as much disk space again.
         Without `checkpoints` only what lives on SSD has room there, and `save` is refused. `num_threads` threads
         update chunks on the CPU, pinned to `cpus` if given.
+        `chunk_params` parameters make a chunk, the unit of SSD transfer and of optimizer work: by default as many as
+        suit the budget, or as the checkpoint that is resumed has.
         `decays(name, parameter)` says which parameters weight decay applies to."""
-        arguments.check_numbers(dtype, alpha, max_grad_norm, chunk_params)
-        arguments.check_storage(storage, resume=resume, checkpoints=checkpoints)
+        arguments.check_numbers(alpha, max_grad_norm, chunk_params, seed)
+        dtype = arguments.checked_dtype(dtype)
+        arguments.checked_kind("optimizer", optimizer, AdamW)
+        placement = arguments.checked_kind("placement", placement or Placement(), Placement)
+        slots = arguments.checked_kind("slots", slots or Slots(), Slots)
+        storage = arguments.checked_storage(storage, resume=resume, checkpoints=checkpoints)
         arguments.check_optimistic(optimistic, schedule, max_grad_norm, storage, single_slot=single_slot)
         write = find_schedule(schedule)
         self.device = arguments.checked_device(device)
@@ -115,28 +124,31 @@ class Engine:
         self._metadata: Mapping[str, object] = {}
         self._closed: str | None = None
         self._owner = getpid()
-        self._blocks = survey(model, max(GRANULE, chunk_params // GRANULE * GRANULE), decays, needs_values=not resume)
+        precision, ram = PRECISIONS[dtype], parse_size(ram)
+        stored = stored_in(Path(storage[0])) if resume else Stored()
+        self._chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, precision)
+        self._blocks = survey(model, self._chunk_params, decays, needs_values=not resume)
         self._plan = make_plan(
             self._blocks,
-            PRECISIONS[dtype],
-            placement or Placement(),
-            slots or Slots(),
+            precision,
+            placement,
+            slots,
             alpha=alpha,
             clipping=max_grad_norm is not None,
             has_ssd=bool(storage),
             tentative=optimistic,
         )
         write(self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
-        require_ram(self._plan, parse_size(ram))
+        require_ram(self._plan, ram)
         with ExitStack() as undo:
-            self._arena = undo.enter_context(Arena(parse_size(ram), device=self.device))
+            self._arena = undo.enter_context(Arena(ram, device=self.device))
             self._store: Store | None = None
             self._io: IoEngine | None = None
             if storage:
                 self._io = undo.enter_context(IoEngine(**vars(io or IoOptions())))
                 self._store = undo.enter_context(
                     Store(
-                        [str(directory) for directory in storage],
+                        storage,
                         extent_specs(self._plan, checkpoints=checkpoints),
                         io=self._io,
                         single_slot=single_slot,
@@ -252,6 +264,7 @@ class Engine:
         own = {
             "num_updates": self._updates.num_updates,
             "num_skipped": self._num_skipped,
+            "chunk_params": self._chunk_params,
             "ssd_written_bytes": self.ssd_written_bytes,
         }
         try:
@@ -364,7 +377,7 @@ class Engine:
     def _prepare(self, context: StepContext) -> None:
         """Makes room for this many micro-batches of this size, if there is not enough yet."""
         num_micro_batches = len(context.batches)
-        activation_bytes = max(self._size_of_activation(batch) for batch in context.batches)
+        activation_bytes = max(self._size_of_activation(*item) for item in enumerate(context.batches))
         if num_micro_batches != self._num_micro_batches:
             self._call(self._steps.drop_next)
             self._wait()  # homes of tensors move with the number of micro-batches
@@ -400,12 +413,20 @@ class Engine:
             self._call(self._store.resize_scratch, self._step_memory.scratch_sizes())
         self._buffers.use(self._plan, self._step_memory)
 
-    def _size_of_activation(self, batch: Batch) -> int:
+    def _size_of_activation(self, index: int, batch: Batch) -> int:
         key = tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in batch.items()))
         if key not in self._activation_bytes:
             with self._on_compute_stream():
-                self._activation_bytes[key] = self._compute.size_of_activation(batch)
+                self._activation_bytes[key] = self._call(self._run_embedding, index, batch)
         return self._activation_bytes[key]
+
+    def _run_embedding(self, index: int, batch: Batch) -> int:
+        """Ahead of the step; an error is that of the forward it stands for."""
+        try:
+            return self._compute.size_of_activation(batch)
+        except Exception as error:
+            named = with_op(error, f"F0.{index}")
+            raise named from (None if named is error else error)
 
     def _judge(self, context: StepContext) -> bool:
         """Whether the step was skipped: notes one whose gradient is not finite."""
@@ -416,7 +437,7 @@ class Engine:
             warnings.warn(
                 f"step {self._step}: the gradient of {', '.join(blocks[:3])}{' ...' if len(blocks) > 3 else ''} is not "
                 "finite and was not applied; blocks above had their update before this was known: with max_grad_norm "
-                "set, such a step is skipped as a whole",
+                "set (inf clips nothing), such a step is skipped as a whole",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -472,6 +493,7 @@ class Engine:
         stack.enter_context(torch.inference_mode(False))  # what is made in it cannot be trained with later
         devices = [self.device] if self.device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(python_random_kept())
         return stack
 
 

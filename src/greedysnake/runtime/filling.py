@@ -29,7 +29,8 @@ def fill_ram(
     activation_bytes: int,
 ) -> Plan:
     """The plan with as much in RAM as fits. Shares that `placement` sets to something else than their defaults stay."""
-    free = [name for name in ORDER if getattr(placement, name) == getattr(Placement(), name)]
+    default = Placement(activations_device=placement.activations_device)
+    free = [name for name in ORDER if getattr(placement, name) == getattr(default, name)]
     chosen = replace(placement, **dict.fromkeys(free, 0.0))
     more = _more_slots(slots, slot_bytes(make_plan(chosen, slots)), ram)
     if _needed(make_plan(chosen, more), num_micro_batches, activation_bytes, late=False) <= ram:
@@ -40,8 +41,9 @@ def fill_ram(
         return _needed(plan, num_micro_batches, activation_bytes, late=name == "optimizer_ram")
 
     for name in free:
-        share = _largest_share(lambda tried, name=name: needed(name, tried) <= ram)  # type: ignore[misc]
-        chosen = replace(chosen, **{name: share})
+        most = default.activations_ram if name == "activations_ram" else 1.0
+        share = _largest_share(lambda tried, name=name, most=most: needed(name, most * tried) <= ram)  # type: ignore[misc]
+        chosen = replace(chosen, **{name: most * share})
     return make_plan(chosen, slots)
 
 

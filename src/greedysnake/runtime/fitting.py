@@ -10,8 +10,11 @@ from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, chunk_homes, keep_on_device, ram_bytes
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.memory import page_aligned
-from greedysnake.shapes import Precision
+from greedysnake.shapes import GRANULE, Precision
 from greedysnake.sizes import format_size
+
+MOST_CHUNK_PARAMS = 4 << 20
+"""Larger chunks gain nothing: 48 MB are read or written at once."""
 
 
 def make_plan(
@@ -37,6 +40,17 @@ def make_plan(
         clipping,
         frozenset(number for number, block in enumerate(blocks) if block.shared),
     )
+
+
+def choose_chunk_params(wanted: int | None, stored: int | None, ram: int, precision: Precision) -> int:
+    """Parameters in a chunk, a multiple of GRANULE: as wanted, as in the checkpoint that is continued, or as many as
+    let the usual buffers fit into a quarter of the budget."""
+    if wanted is None and stored is None:
+        slots, wanted = Slots(), MOST_CHUNK_PARAMS
+        each = slots.staging * precision.weight_bytes + slots.updates * (precision.all_bytes + precision.gradient_bytes)
+        while wanted * each > ram / 4 and wanted > GRANULE:
+            wanted //= 2
+    return max(GRANULE, (wanted or stored or 0) // GRANULE * GRANULE)
 
 
 def require_ram(plan: Plan, budget_bytes: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.models.sequential import BlockSource, Model
 from greedysnake.shapes import BlockShape, block_shape, pad
 
@@ -87,9 +88,11 @@ def survey(model: Model, chunk_params: int, decays: DecayRule, *, needs_values: 
     """The shapes of all blocks, without their values. Shared parameters, if any, make one more block at the end.
     With `needs_values` it refuses parameters that an engine has emptied."""
     built: list[tuple[BlockSource, dict[str, nn.Parameter]]] = []
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+        # What load_state_dict says here: values that are read now are not kept.
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
         for source in model.sources():
-            _, parameters = source.build()
+            parameters = _shapes_of(source)
             for name, parameter in parameters.items():
                 if needs_values and hasattr(parameter, TAKEN):
                     raise ConfigError(
@@ -119,6 +122,18 @@ def survey(model: Model, chunk_params: int, decays: DecayRule, *, needs_values: 
         }
         blocks.append(_lay_out("shared", first, chunk_params, decays, "shared"))
     return blocks
+
+
+def _shapes_of(source: BlockSource) -> dict[str, nn.Parameter]:
+    try:
+        return source.build()[1]
+    except GreedySnakeError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{source.name} could not be made ({type(error).__name__}: {error}): its function is called twice, first "
+            "under torch.device('meta') for the shapes: let it work there, or give the module itself"
+        ) from error
 
 
 def _lay_out(

@@ -14,13 +14,14 @@ from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
 from greedysnake.runtime.directory import EXTENTS, SCRATCH
 from greedysnake.runtime.filling import fill_ram
-from greedysnake.runtime.fitting import fit_gradients, make_plan, require_ram, slot_bytes
+from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram, slot_bytes
 from greedysnake.runtime.flat import decays_by_default, survey
 from greedysnake.runtime.layout import Layout
 from greedysnake.runtime.memory import page_aligned
+from greedysnake.runtime.opening import Stored
 from greedysnake.runtime.state import extent_specs
 from greedysnake.runtime.store import count_slots
-from greedysnake.shapes import GRANULE, PRECISIONS, total_params
+from greedysnake.shapes import PRECISIONS, total_params
 from greedysnake.sizes import format_size
 from greedysnake.verify import step_ssd_bytes
 
@@ -58,19 +59,21 @@ def foresee(
     clipping: bool,
     placement: Placement,
     slots: Slots,
-    chunk_params: int,
+    chunk_params: int | None,
     single_slot: bool,
     vertical: bool,
     num_micro_batches: int,
     activation_bytes: int,
     fill: bool = False,
     optimistic: bool = False,
-    stored_slots: int = 0,
+    stored: Stored | None = None,
 ) -> Footprint:
     """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there.
 
-    A store that is continued keeps its `stored_slots`, if those are more than are needed."""
-    blocks = survey(model, max(GRANULE, chunk_params // GRANULE * GRANULE), decays_by_default, needs_values=False)
+    A store that is continued keeps the slots that are `stored`, if those are more than are needed, and its chunks."""
+    stored = stored or Stored()
+    chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, PRECISIONS[dtype])
+    blocks = survey(model, chunk_params, decays_by_default, needs_values=False)
     has_ssd = num_directories > 0
 
     def plan_with(placement: Placement, slots: Slots) -> Plan:
@@ -108,7 +111,7 @@ def foresee(
     num_slots = 0
     if has_ssd:
         num_slots = count_slots(single_slot=single_slot, checkpoints=True, spare_slot=plan.may_be_tentative)
-        num_slots = max(num_slots, stored_slots)
+        num_slots = max(num_slots, stored.num_slots)
         layout = Layout.build(
             extent_specs(plan, checkpoints=True),
             scratch,
@@ -120,7 +123,9 @@ def foresee(
     used = sum(row.get(Home.RAM, 0) for row in homes.values())
     traffic = sum(step_ssd_bytes(replace(plan, tentative=plan.may_be_tentative), num_micro_batches))
     traffic += 2 * sum(step.ssd_activations)
-    return Footprint(plan, total_params(plan.blocks), homes, used, ram, disk, slot, num_slots, stored_slots, traffic)
+    return Footprint(
+        plan, total_params(plan.blocks), homes, used, ram, disk, slot, num_slots, stored.num_slots, traffic
+    )
 
 
 def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:

@@ -50,7 +50,7 @@ class IoCounters:
     read_requests: int
     write_requests: int
     busy_s: float
-    """Time with at least one piece in flight."""
+    """Time with at least one request that waits, also for a rate limit, or is in flight."""
 
 
 class File:

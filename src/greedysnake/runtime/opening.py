@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greedysnake.errors import StorageError, explained
@@ -33,11 +33,23 @@ def holds_checkpoint(directory: Path) -> bool:
     return any((directory / name).exists() for name in (MANIFEST, MANIFEST_IN_USE))
 
 
-def num_slots_of_checkpoint(directory: Path) -> int:
-    """How many slots the store has whose first directory this is; 0 without a checkpoint. Takes no lock."""
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint settles for whoever continues it."""
+
+    num_slots: int = 0
+    chunk_params: int | None = None
+
+
+def stored_in(directory: Path) -> Stored:
+    """Of the store whose first directory this is; nothing without a checkpoint. Takes no lock."""
     path = directory / MANIFEST
     with explained("read", path):
-        return Manifest.decode(path.read_bytes(), str(path)).num_slots if path.exists() else 0
+        if not path.exists():
+            return Stored()
+        manifest = Manifest.decode(path.read_bytes(), str(path))
+    chunk_params = manifest.metadata.get("chunk_params")
+    return Stored(manifest.num_slots, chunk_params if isinstance(chunk_params, int) else None)
 
 
 def resume_store(

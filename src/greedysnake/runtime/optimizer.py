@@ -6,7 +6,9 @@ Knows nothing of blocks, schedules or where the state lives.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -34,9 +36,12 @@ class AdamW:
     """Decoupled decay: a step takes lr * weight_decay of the weight away."""
 
     def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            if not isinstance(getattr(self, name), Real):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: give a number")
         if not (math.isfinite(self.lr) and self.lr >= 0):
             raise ConfigError(f"lr is {self.lr}: give a finite number, 0 or more")
-        if len(self.betas) != 2:
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
             raise ConfigError(f"betas is {self.betas}: give two numbers, as in (0.9, 0.999)")
         for i, beta in enumerate(self.betas):
             if not 0 <= beta < 1:

@@ -180,7 +180,12 @@ class Runner:
         error, op = self._failure.error, self._failure.op
         if error is None or op is None or isinstance(error, KeyboardInterrupt):
             return error or ConfigError("the engine was stopped")
-        if isinstance(error, GreedySnakeError):
-            error.args = (f"{op}: {error}", *error.args[1:])
-            return error
-        return OpError(f"{op}: {type(error).__name__}: {error}", op=str(op))
+        return with_op(error, str(op))
+
+
+def with_op(error: BaseException, op: str) -> GreedySnakeError:
+    """The error, with the printed name of the op it happened in."""
+    if isinstance(error, GreedySnakeError):
+        error.args = (f"{op}: {error}", *error.args[1:])
+        return error
+    return OpError(f"{op}: {type(error).__name__}: {error}", op=op)

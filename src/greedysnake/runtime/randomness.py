@@ -1,0 +1,69 @@
+"""The same random numbers in a forward and its recompute, whatever the order of the ops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def block_seed(seed: int, step: int, block: int, micro_batch: int) -> int:
+    """What the random numbers of one block for one micro-batch of one step start from."""
+    return (((step * 1_000_003 + block) * 1_000_003 + micro_batch) * 1_000_003 + seed) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+class Randomness:
+    """Sets what a block draws from: torch's generators, those that its modules hold, and, for the few that draw from
+    them, Python's `random` and numpy's, which take longer to set than a kernel to launch."""
+
+    def __init__(self, modules: Sequence[nn.Module | None], device: torch.device, seed: int) -> None:
+        self._seed = seed
+        self._generators = [_generators_of(module, device) for module in modules]
+        self._python = set(range(len(modules)))
+        """Blocks that draw from `random` or numpy, or have not been watched yet."""
+
+    def start(self, step: int, block: int, micro_batch: int) -> None:
+        number = block_seed(self._seed, step, block, micro_batch)
+        for generator in self._generators[block]:
+            generator.manual_seed(number)
+        if block in self._python:
+            random.seed(number)
+            np.random.seed(number & 0xFFFF_FFFF)
+
+    @contextmanager
+    def watched(self, block: int) -> Iterator[None]:
+        """Around the first forward of a block, after `start`."""
+        before = _python_state()
+        yield
+        if _python_state() == before:
+            self._python.discard(block)
+
+
+@contextmanager
+def python_random_kept() -> Iterator[None]:
+    """The user's own random numbers go on afterwards as if nothing had been drawn."""
+    state, state_of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(state_of_numpy)
+
+
+def _python_state() -> tuple[object, ...]:
+    return random.getstate(), str(np.random.get_state(legacy=False))
+
+
+def _generators_of(module: nn.Module | None, device: torch.device) -> list[torch.Generator]:
+    """torch's own, and those among the attributes of a block's modules."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        found.append(torch.cuda.default_generators[index])
+    for part in module.modules() if module is not None else ():
+        found += [value for value in vars(part).values() if isinstance(value, torch.Generator)]
+    return found
