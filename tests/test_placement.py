@@ -156,6 +156,11 @@ def test_a_fraction_outside_0_to_1_is_refused_by_name(field: str) -> None:
         Placement(**{field: 1.5})
 
 
+def test_activations_that_are_not_on_the_device_wait_in_ram_unless_said_otherwise() -> None:
+    assert Placement(activations_device=0.75).activations_ram == 0.25
+    assert Placement(activations_device=0.75, activations_ram=0).activations_ram == 0
+
+
 def test_more_activations_than_there_are_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 1"):
         Placement(activations_device=0.5, activations_ram=0.6)

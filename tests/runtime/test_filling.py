@@ -49,6 +49,14 @@ def test_with_enough_ram_everything_stays_there() -> None:
     assert (found.plan.slots.updates, found.plan.slots.staging) == (48, 16)
 
 
+def test_what_is_on_the_device_needs_no_ram() -> None:
+    found = plan(1 << 30, placement=gs.Placement(activations_device=0.75))
+    assert shares(found) == (1.0, 0.25, 1.0)
+    tight = min(ram for ram in range(1 << 18, 1 << 22, 1 << 15) if fits(ram))
+    for ram in range(tight, 2 << 20, 1 << 16):
+        assert plan(ram, placement=gs.Placement(activations_device=0.75)).plan.placement.activations_ram <= 0.25
+
+
 def test_more_ram_never_means_less_in_it_and_no_plan_passes_the_budget() -> None:
     smallest = next(ram for ram in range(1 << 18, 1 << 22, 1 << 15) if fits(ram))
     previous = (0.0, 0.0, 0.0)

@@ -192,6 +192,13 @@ def test_counters_count_bytes_requests_and_busy_time(engine: IoEngine, tmp_path:
     assert engine.counters().busy_s == counters.busy_s
 
 
+def test_waiting_for_a_rate_limit_is_busy_time(tmp_path: Path, backend: str) -> None:
+    memory = Memory(4 * MIB)
+    with IoEngine(backend, total_bytes_per_s=40e6) as engine, file_of(engine, tmp_path / "file", b"") as file:
+        engine.wait(engine.submit("write", file, 0, memory.address, 4 * MIB))
+        assert engine.counters().busy_s >= 0.9 * 4 * MIB / 40e6
+
+
 def test_wait_lets_other_python_threads_run(engine: IoEngine, tmp_path: Path) -> None:
     memory = Memory(4 * KIB)
     engine._inject("delay", 300, nth=1)

@@ -37,9 +37,7 @@ def check_numbers(alpha: float, max_grad_norm: float | None, chunk_params: int |
     if not _is_number(alpha) or not 0.0 <= alpha <= 1.0:
         raise ConfigError(f"alpha is {alpha!r}: give a fraction between 0 and 1")
     if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
-        raise ConfigError(
-            f"max_grad_norm is {max_grad_norm!r}: give a positive number, inf to clip nothing, or None"
-        )
+        raise ConfigError(f"max_grad_norm is {max_grad_norm!r}: give a positive number, inf to clip nothing, or None")
     if chunk_params is not None and (not isinstance(chunk_params, int) or chunk_params < 1):
         raise ConfigError(f"chunk_params is {chunk_params!r}: give a whole number, 1 or more")
     if not isinstance(seed, int):
