@@ -95,7 +95,7 @@ def test_a_step_without_batches_or_rate_is_refused_and_the_engine_goes_on(
 
 def values_needed() -> nn.Module:
     layer = Layer(32, 96)
-    layer.dropout = float(layer.up.weight.norm()) * 0
+    layer.dropout = float(layer.up.weight.detach().norm()) * 0
     return layer
 
 
@@ -163,6 +163,13 @@ def test_chunks_suit_a_small_budget_and_stay_what_they_are_in_the_checkpoint(tmp
         engine.step(make_batches(2, 1))
         for name, value in engine.named_parameters():
             assert torch.equal(value, wanted[name]), name
+
+
+def test_other_chunks_than_those_of_the_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
+    with make_engine(storage=[tmp_path], chunk_params=2048) as engine:
+        engine.save()
+    with pytest.raises(gs.ConfigError, match="chunk_params is 4096, the checkpoint has chunks of 2048: give that or leave it out"):
+        make_engine(storage=[tmp_path], chunk_params=4096, resume=True)
 
 
 def test_a_large_budget_has_large_chunks(tmp_path: Path) -> None:

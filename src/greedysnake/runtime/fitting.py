@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from greedysnake.errors import PlanError
+from greedysnake.errors import ConfigError, PlanError
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, chunk_homes, keep_on_device, ram_bytes
 from greedysnake.runtime.flat import FlatBlock
@@ -50,7 +50,10 @@ def choose_chunk_params(wanted: int | None, stored: int | None, ram: int, precis
         each = slots.staging * precision.weight_bytes + slots.updates * (precision.all_bytes + precision.gradient_bytes)
         while wanted * each > ram / 4 and wanted > GRANULE:
             wanted //= 2
-    return max(GRANULE, (wanted or stored or 0) // GRANULE * GRANULE)
+    chosen = max(GRANULE, (wanted or stored or 0) // GRANULE * GRANULE)
+    if stored is not None and chosen != stored:
+        raise ConfigError(f"chunk_params is {wanted}, the checkpoint has chunks of {stored}: give that or leave it out")
+    return chosen
 
 
 def require_ram(plan: Plan, budget_bytes: int) -> None:
