@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from step_options import Parser, count, positive  # type: ignore[import-not-found]
 from torch import nn
 
 import greedysnake as gs
@@ -286,16 +287,25 @@ def table(rows: Sequence[Row], step_s: Mapping[float, float], share: float) -> s
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="steps that are measured in each run")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--params", type=int, default=65_536, help="parameters of a layer")
-    parser.add_argument("--chunks", type=int, default=8, help="chunks of a layer")
-    parser.add_argument("--rate", type=float, default=22e6, help="bytes per second of the drive")
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=count, default=6, help="steps that are measured in each run")
+    parser.add_argument("--layers", type=count, default=16)
+    parser.add_argument("--params", type=count, default=65_536, help="parameters of a layer")
+    parser.add_argument("--chunks", type=count, default=8, help="chunks of a layer")
+    parser.add_argument("--rate", type=positive, default=22e6, help="bytes per second of the drive")
     parser.add_argument("--directory", type=Path, default=Path.cwd(), help="where the drive is")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    if arguments.params % arguments.chunks:
+        parser.error(f"--chunks {arguments.chunks} with --params {arguments.params}: give a number that divides it")
+    if not arguments.directory.is_dir():
+        parser.error(f"--directory {arguments.directory} is no directory: give one that exists")
+    return arguments  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    arguments = parse()
     torch.set_num_threads(1)
     base = Setup(arguments.layers, arguments.params, arguments.chunks, 2, 0.0, arguments.rate)
     rows = [

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from step_drive import mixed_bandwidth
+from step_options import on_cuda  # type: ignore[import-not-found]
 from step_systems import llama_config
+
+from greedysnake.sizes import parse_size
 
 
 def run_bounds(options: argparse.Namespace) -> dict[str, Any]:
@@ -17,26 +20,23 @@ def run_bounds(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if options.storage:
         found["ssd_bytes_per_s"] = new_file_bandwidth(options)
-    if options.device == "cuda":
+    if on_cuda(options):
         found.update(device_bounds(options))
     return found
 
 
 def new_file_bandwidth(options: argparse.Namespace) -> float:
-    """In new files of 2 GB. A drive may be slower in large ones: greedysnake measures again, in its own files."""
-    paths = [Path(directory) / f"bounds-{os.getpid()}" for directory in options.storage]
+    """In new files. A drive may be slower in large ones: greedysnake measures again, in its own files. The folders are
+    the caller's, who removes them whatever becomes of this process."""
+    paths = [Path(directory) / "drive" for directory in options.storage]
     block = os.urandom(1 << 24)
-    try:
-        for path in paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for _ in range(120):
-                    file.write(block)
-                os.fsync(file.fileno())
-        return float(mixed_bandwidth(options, paths, options.drive_seconds))
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for _ in range(-(-parse_size(options.drive_bytes) // len(block))):
+                file.write(block)
+            os.fsync(file.fileno())
+    return float(mixed_bandwidth(options, paths, options.drive_seconds))
 
 
 def device_bounds(options: argparse.Namespace) -> dict[str, float]:

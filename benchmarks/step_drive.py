@@ -6,23 +6,24 @@ import argparse
 import os
 import time
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from step_options import rate_limits  # type: ignore[import-not-found]
 
-def pairs(texts: list[str]) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in (text.split("=", 1) for text in texts)]
+BLOCK = 4096
+BOUND_IO = {"backend": "threads", "queue_depth": 8, "num_threads": 6, "piece_bytes": 4 << 20}
+"""How the bound is measured, whatever --io says: a bad setting must not lower the bar that it is held against."""
 
 
-def io_options(options: argparse.Namespace) -> Any:
-    import greedysnake as gs
-
-    values: dict[str, Any] = {name: value if name == "backend" else int(value) for name, value in pairs(options.io)}
-    return gs.IoOptions(**values)
+def bound_io(options: argparse.Namespace) -> dict[str, Any]:
+    return {**BOUND_IO, **rate_limits(options)}
 
 
 def mixed_bandwidth(options: argparse.Namespace, paths: list[Path], seconds: float) -> float:
-    """Bytes/s of reads and writes together, 14 : 12 as in a step, a chunk per request, over all that `paths` hold.
+    """Bytes/s of reads and writes together, 14 : 12 as in a step, a chunk per request, over all that `paths` hold; 0
+    where they hold nothing.
 
     What is written is what was read there, so an engine's files may be measured between its steps. The memory is of the
     kind that the engine uses, and three reads and three writes are in flight as in a step. Holes are left alone.
@@ -30,12 +31,14 @@ def mixed_bandwidth(options: argparse.Namespace, paths: list[Path], seconds: flo
     from greedysnake.runtime.arena import Arena
     from greedysnake.runtime.io import IoEngine
 
-    chunk_bytes = options.chunk_params * 12
+    chunk_bytes = -(-options.chunk_params * 12 // BLOCK) * BLOCK
     num_buffers, depth = 8, 3
-    with IoEngine(**vars(io_options(options))) as io, Arena(num_buffers * chunk_bytes) as arena:
+    with IoEngine(**bound_io(options)) as io, Arena(num_buffers * chunk_bytes) as arena, ExitStack() as opened:
         free = [arena.allocate(chunk_bytes, "drive").data_ptr() for _ in range(num_buffers)]
-        files = [io.open(path) for path in paths]
+        files = [opened.enter_context(io.open(path)) for path in paths]
         places = [(file, *place) for file in files for place in written_places(file.fd, chunk_bytes)]
+        if not places:
+            return 0.0
         reads: deque[tuple[Any, int, Any]] = deque()  # ticket, address, place
         writes: deque[tuple[Any, int]] = deque()
         read_bytes = write_bytes = num_reads = 0
@@ -72,8 +75,6 @@ def mixed_bandwidth(options: argparse.Namespace, paths: list[Path], seconds: flo
         while writes:
             finish_write()
         elapsed_s = time.perf_counter() - start_s
-        for file in files:
-            file.close()
     return (read_bytes + write_bytes) / elapsed_s
 
 
@@ -87,7 +88,7 @@ def written_places(fd: int, chunk_bytes: int) -> list[tuple[int, int]]:
         except OSError:  # a hole up to the end
             break
         position = os.lseek(fd, first, os.SEEK_HOLE)
-        last = position // 4096 * 4096
-        first = -(-first // 4096) * 4096
+        last = position // BLOCK * BLOCK
+        first = -(-first // BLOCK) * BLOCK
         places += [(offset, min(chunk_bytes, last - offset)) for offset in range(first, last, chunk_bytes)]
     return places

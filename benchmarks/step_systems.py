@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from step_drive import io_options, mixed_bandwidth, pairs
+from step_drive import mixed_bandwidth
+from step_options import io_values, on_cuda, placement_values, slot_values  # type: ignore[import-not-found]
+
+from greedysnake.errors import ConfigError
 
 # The model, for everyone
 
@@ -45,6 +48,22 @@ def flops_per_token(options: argparse.Namespace) -> float:
 
 def tokens_per_step(options: argparse.Namespace) -> int:
     return int(options.micro_batches * options.micro_batch * options.sequence)
+
+
+def token_batches(options: argparse.Namespace) -> list[Any]:
+    """The micro-batches of a step, in RAM: the same for every system and every step."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.micro_batch, options.sequence)
+    return [torch.randint(0, options.vocab, shape, generator=generator) for _ in range(options.micro_batches)]
+
+
+def synchronize(options: argparse.Namespace) -> None:
+    import torch
+
+    if on_cuda(options):
+        torch.cuda.synchronize()
 
 
 # GreedySnake
@@ -116,14 +135,12 @@ def greedysnake_model(options: argparse.Namespace) -> Any:
 
 
 def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
+    """bf16 weights whose residual makes them fp32 in the optimizer, fp32 moments and gradients."""
     import greedysnake as gs
     from greedysnake.runtime.directory import EXTENTS
     from greedysnake.trace import totals, write_perfetto
 
-    placement = gs.Placement(**{name: float(share) for name, share in pairs(options.placement)})
-    slots = gs.Slots(**{name: int(count) for name, count in pairs(options.slots)})
+    batches = [{"input_ids": ids} for ids in token_batches(options)]
     start_s = time.perf_counter()
     engine = gs.Engine(
         greedysnake_model(options),
@@ -135,35 +152,31 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         max_grad_norm=options.clip,
         optimistic=options.optimistic,
         schedule=options.schedule,
-        placement=placement,
-        slots=slots,
+        placement=gs.Placement(**placement_values(options)),
+        slots=gs.Slots(**slot_values(options)),
         chunk_params=options.chunk_params,
         single_slot=options.single_slot,
         checkpoints=not options.no_checkpoints,
         num_threads=options.threads,
-        io=io_options(options),
+        io=gs.IoOptions(**io_values(options)),
         overwrite=True,
-        compile=not options.no_compile and options.device == "cuda",
+        compile=not options.no_compile and on_cuda(options),
         trace=bool(options.trace),
     )
     build_s = time.perf_counter() - start_s
-    generator = torch.Generator().manual_seed(0)
-    shape = (options.micro_batch, options.sequence)
-    batches = [
-        {"input_ids": torch.randint(0, options.vocab, shape, generator=generator)} for _ in range(options.micro_batches)
-    ]
-    results, spans, rates = [], [], []
+    per_step, spans, rates = [], [], []
     files = [Path(directory) / EXTENTS for directory in options.storage]
     with engine:
         for step in range(options.steps):
-            if step == options.steps - 1:
-                engine.records.clear()
+            engine.records.clear()
             start_s, before = time.perf_counter(), kernel_io()
-            results.append(engine.step(batches))
+            result = engine.step(batches)
             if options.alternate:
                 engine.flush()
             spans.append(time.perf_counter() - start_s)
-            after = kernel_io()
+            per_step.append(figures_of(result, before, kernel_io()))
+            if options.trace:
+                per_step[-1]["busy_s"] = dict(totals(engine.records).busy_s)
             if options.alternate:
                 rates.append(mixed_bandwidth(options, files, options.drive_seconds))
             if step == 0:  # a full collection of what torch has loaded takes long; none of it will go
@@ -173,24 +186,30 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         if files and not options.no_bounds and not options.alternate:
             engine.flush()
             rates.append(mixed_bandwidth(options, files, options.drive_seconds))
-    last = results[-1]
     if options.trace:
         write_perfetto(engine.records, options.trace)
     return {
         "build_s": build_s,
         "steps_s": spans,
+        "per_step": per_step,
         "drive_bytes_per_s": rates,
-        "losses": [result.loss for result in results],
+        "losses": [figures["loss"] for figures in per_step],
+        "arena_peak_bytes": arena_peak,
+        "num_revoked": engine.num_revoked,
+    }
+
+
+def figures_of(result: Any, before: tuple[int, int], after: tuple[int, int]) -> dict[str, Any]:
+    """What a gs.StepResult says; the bytes of the drives are those that the kernel counted."""
+    return {
+        "loss": result.loss,
         "ssd_read_bytes": after[0] - before[0],
         "ssd_write_bytes": after[1] - before[1],
-        "h2d_bytes": last.h2d_bytes,
-        "d2h_bytes": last.d2h_bytes,
-        "bound": last.bound,
-        "bound_fraction": last.bound_fraction,
-        "arena_peak_bytes": arena_peak,
-        "grad_norm": last.grad_norm,
-        "num_revoked": engine.num_revoked,
-        "busy_s": dict(totals(engine.records).busy_s) if options.trace else None,
+        "h2d_bytes": result.h2d_bytes,
+        "d2h_bytes": result.d2h_bytes,
+        "bound": result.bound,
+        "bound_fraction": result.bound_fraction,
+        "grad_norm": result.grad_norm,
     }
 
 
@@ -198,26 +217,25 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_pytorch(options: argparse.Namespace, *, compiled: bool = True, recompute: bool = True) -> dict[str, Any]:
-    """Everything in GPU memory: bf16 weights and moments, fused AdamW."""
+    """Everything on the device: weights, gradients and moments in bf16, without an fp32 copy; fused AdamW."""
     import torch
     from transformers import LlamaForCausalLM
 
+    batches = [ids.to(options.device) for ids in token_batches(options)]
     torch.manual_seed(0)
     make: Any = LlamaForCausalLM
     with torch.device(options.device):
         model = make(llama_config(options)).to(torch.bfloat16)
-    if compiled:
+    if compiled and on_cuda(options):
         for layer in model.model.layers:
             layer.compile()
     if recompute:
         model.gradient_checkpointing_enable()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    shape = (options.micro_batch, options.sequence)
-    batches = [torch.randint(0, options.vocab, shape, device=options.device) for _ in range(options.micro_batches)]
     spans, losses = [], []
     for _ in range(options.steps):
-        torch.cuda.synchronize()
+        synchronize(options)
         start_s = time.perf_counter()
         total = torch.zeros((), device=options.device)
         for ids in batches:
@@ -228,19 +246,24 @@ def run_pytorch(options: argparse.Namespace, *, compiled: bool = True, recompute
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
+        synchronize(options)
         spans.append(time.perf_counter() - start_s)
         losses.append(float(total))
     return {"steps_s": spans, "losses": losses}
 
 
 def run_deepspeed(options: argparse.Namespace, *, nvme: bool) -> dict[str, Any]:
-    """DeepSpeed ZeRO-3 with parameters and optimizer offloaded to NVMe (ZeRO-Infinity) or to RAM."""
+    """DeepSpeed ZeRO-3 with parameters and optimizer offloaded to NVMe (ZeRO-Infinity) or to RAM: bf16 weights, fp32
+    master weights and moments."""
     import deepspeed
     import torch
     from transformers import LlamaForCausalLM
 
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    batches = [ids.to(options.device) for ids in token_batches(options)]
+    if not on_cuda(options):
+        raise ConfigError(f"DeepSpeed's offloading needs a GPU and --device is {options.device}: use cuda")
+    rank = str(torch.device(options.device).index or 0)  # the device that DeepSpeed takes
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     swap = Path(options.storage[0]) / "zero" if nvme else None
     config = deepspeed_config(options, swap)
     deepspeed.init_distributed()
@@ -249,28 +272,23 @@ def run_deepspeed(options: argparse.Namespace, *, nvme: bool) -> dict[str, Any]:
         model = make(llama_config(options))
     model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    ids = torch.randint(0, options.vocab, (options.micro_batch, options.sequence), device=options.device)
-    spans, losses = [], []
-    before = kernel_io()
+    spans, losses, per_step = [], [], []
     for _ in range(options.steps):
-        torch.cuda.synchronize()
-        before = kernel_io()
-        start_s = time.perf_counter()
-        for index in range(options.micro_batches):
-            engine.set_gradient_accumulation_boundary(index == options.micro_batches - 1)
+        synchronize(options)
+        start_s, before = time.perf_counter(), kernel_io()
+        total = torch.zeros((), device=options.device)
+        for index, ids in enumerate(batches):
+            engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             engine.backward(loss)  # which divides by the number of micro-batches
             engine.step()
-        torch.cuda.synchronize()
+            total += loss.detach() / len(batches)
+        synchronize(options)
         spans.append(time.perf_counter() - start_s)
-        losses.append(float(loss.detach()))
-    after = kernel_io()
-    return {
-        "steps_s": spans,
-        "losses": losses,
-        "ssd_read_bytes": after[0] - before[0],
-        "ssd_write_bytes": after[1] - before[1],
-    }
+        after = kernel_io()
+        per_step.append({"ssd_read_bytes": after[0] - before[0], "ssd_write_bytes": after[1] - before[1]})
+        losses.append(float(total))
+    return {"steps_s": spans, "losses": losses, "per_step": per_step}
 
 
 def deepspeed_config(options: argparse.Namespace, swap: Path | None) -> dict[str, Any]:
