@@ -153,7 +153,7 @@ def prepare_cuda(options: argparse.Namespace) -> None:
     if index is not None:
         torch.cuda.set_device(index)
     torch.set_float32_matmul_precision("high")
-    if options.vram_cap:
+    if options.vram_cap and options.worker != "bounds":
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, parse_size(options.vram_cap) / total))
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -320,6 +321,14 @@ def test_right_options_are_taken(tmp_path: Path) -> None:
     )
     assert step.on_cuda(options)
     assert step.rate_limits(options) == {"total_bytes_per_s": 1e9}
+
+
+def test_the_commands_in_the_docs_are_taken() -> None:
+    text = "".join(path.read_text() for path in (BENCHMARKS.parent / "docs").glob("*.md")).replace("\\\n", " ")
+    commands = re.findall(r"^    .*python benchmarks/step.py (.*)$", text, re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        assert step.parse(command.replace(" ...", "").split()).systems
 
 
 @pytest.mark.parametrize(
