@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from step_bounds import run_bounds
-from step_options import (  # type: ignore[import-not-found]
+from step_options import (
     Parser,
     check,
     count,
@@ -45,7 +45,7 @@ from step_options import (  # type: ignore[import-not-found]
     size,
 )
 from step_systems import run_deepspeed, run_greedysnake, run_pytorch
-from step_table import print_table, summarise, without_nan  # type: ignore[import-not-found]
+from step_table import print_table, summarise, without_nan
 
 from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.sizes import parse_size

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from step_drive import mixed_bandwidth
-from step_options import on_cuda  # type: ignore[import-not-found]
+from step_options import on_cuda
 from step_systems import llama_config
 
 from greedysnake.sizes import parse_size

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from step_options import rate_limits  # type: ignore[import-not-found]
+from step_options import rate_limits
 
 BLOCK = 4096
 BOUND_IO = {"backend": "threads", "queue_depth": 8, "num_threads": 6, "piece_bytes": 4 << 20}

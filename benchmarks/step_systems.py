@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from step_drive import mixed_bandwidth
-from step_options import io_values, on_cuda, placement_values, slot_values  # type: ignore[import-not-found]
+from step_options import io_values, on_cuda, placement_values, slot_values
 
 from greedysnake.errors import ConfigError
 

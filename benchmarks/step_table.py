@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from step_options import placement_values, rate_limits  # type: ignore[import-not-found]
+from step_options import placement_values, rate_limits
 from step_systems import count_params, flops_per_token, tokens_per_step
 
 TOLERANCE = 1.02
