@@ -75,6 +75,32 @@ def a_model_without_configuration(values: Values, directory: Path) -> None:
     values["model"] = {"path": str(directory / "model")}
 
 
+def a_model_folder(values: Values, directory: Path, **changes: object) -> Path:
+    """A folder as a download leaves it that ended before the weights came."""
+    folder = directory / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**MODEL, **changes}))
+    values["model"] = {"path": str(folder), "tokenizer": "bytes"}
+    return folder
+
+
+def a_model_without_weights(values: Values, directory: Path) -> None:
+    a_model_folder(values, directory)
+
+
+def a_model_in_another_format(values: Values, directory: Path) -> None:
+    (a_model_folder(values, directory) / "pytorch_model.bin").write_bytes(b"")
+
+
+def a_model_without_a_shard(values: Values, directory: Path) -> None:
+    table = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (a_model_folder(values, directory) / "model.safetensors.index.json").write_text(json.dumps(table))
+
+
+def a_model_with_wrong_values(values: Values, directory: Path) -> None:
+    a_model_folder(values, directory, num_attention_heads=0)
+
+
 def foreign_metrics(values: Values, directory: Path) -> None:
     (directory / "run").mkdir()
     (directory / "run" / "metrics.jsonl").write_text("not ours\n")
@@ -102,7 +128,28 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
     "no data": (change("data.paths", ["missing.jsonl"]), "data.paths: 'missing.jsonl'"),
     "no model": (change("model", {"path": "missing"}), "model.path is 'missing', which does not exist: give a folder"),
     "no model configuration": (a_model_without_configuration, "which has no config.json: give a model's folder"),
+    "no weights": (a_model_without_weights, "model has a config.json and no safetensors: fetch the weights, or put"),
+    "weights in another format": (a_model_in_another_format, "has weights in pytorch_model.bin, which is not read"),
+    "no shard": (a_model_without_a_shard, "names model-00001-of-00001.safetensors, which is not in the folder"),
+    "wrong model in a folder": (
+        a_model_with_wrong_values,
+        "config.json cannot be used: num_attention_heads is 0: give 1",
+    ),
     "unknown model": (change(LLAMA + "model_type", "lama"), "model.config.model_type is 'lama', which transformers"),
+    "text as a size": (
+        change(LLAMA + "hidden_size", "abc"),
+        "model.config: the llama configuration cannot be used: Field 'hidden_size' expected int, got str",
+    ),
+    "indivisible": (change(LLAMA + "hidden_size", 63), "(63) is not a multiple of the number of attention heads (4)"),
+    "no heads": (change(LLAMA + "num_attention_heads", 0), "num_attention_heads is 0: give 1 or more"),
+    "no layers": (change(LLAMA + "num_hidden_layers", 0), "num_hidden_layers is 0: give 1 or more"),
+    "no positions": (change(LLAMA + "max_position_embeddings", 0), "max_position_embeddings is 0: give 1 or more"),
+    "unknown dtype of the model": (change(LLAMA + "dtype", "foo"), "cannot be used: AttributeError: module 'torch'"),
+    "labels": (change(LLAMA + "id2label", "x"), "cannot be used: AttributeError: 'str' object has no attribute"),
+    "heads that do not fit": (
+        change(LLAMA + "num_key_value_heads", 3),
+        "model: the sizes of the llama model do not fit together (RuntimeError in model.layers.0.self_attn: The size",
+    ),
     "no tokenizer": (change("model.tokenizer", "nowhere"), "model.tokenizer is 'nowhere', which does not exist"),
     "empty data": (rows(), "data.paths: no rows in"),
     "broken row": (rows('{"text": "a b c"}', '{"text": '), "rows.jsonl line 2: not valid JSON"),
@@ -332,12 +379,13 @@ def test_verify_notices_a_difference(tmp_path: Path, run: Run, monkeypatch: pyte
 def test_init_writes_a_file_that_trains_when_model_and_data_are_named(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     monkeypatch.chdir(tmp_path)
     values_in(tmp_path)
     code, printed, _ = run("init", "my.yaml")
     assert code == 0 and "set model.path and data.paths in it, then run greedysnake train my.yaml" in printed
-    Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps(MODEL))
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained("model")
     overrides = ["model.path=model", "model.tokenizer=bytes", "data.paths=rows.jsonl", "training.sequence_length=32"]
     code, printed, errors = run("train", "my.yaml", *overrides, "training.max_steps=1", "engine.ram=512MiB")
     assert (code, errors) == (0, "") and "1 of 1 steps done" in printed

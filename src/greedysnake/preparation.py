@@ -5,7 +5,6 @@ The one exception is the cache of tokenised data, which comes last, when everyth
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,9 @@ from greedysnake.data.corpus import Progress
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
 from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError
 from greedysnake.learning_rate import LearningRate
+from greedysnake.models.configuration import make_configuration, read_configuration
 from greedysnake.models.huggingface import CausalLM, load_model
+from greedysnake.models.loading import has_weights
 from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
@@ -75,6 +76,8 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     _require_compiler(config, device)
     model_config = model_configuration(config)
     _require_positions(config, model_config)
+    if not resume:  # else the values come from the checkpoint
+        _require_weights(config)
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config)
@@ -209,29 +212,23 @@ def _require_compiler(config: Config, device: str) -> None:
 def model_configuration(config: Config) -> Any:
     """transformers' configuration of the model; unknown keys are refused, which transformers itself does not do."""
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise ConfigError("training needs the package transformers: pip install transformers") from error
-    auto: Any = AutoConfig
     if config.model.path is not None:
-        try:
-            return auto.from_pretrained(config.model.path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.path: config.json of {config.model.path!r} cannot be used: {error}") from error
-    values = copy.deepcopy(dict(config.model.config or {}))  # transformers changes what it is given
-    kind = values.pop("model_type")
-    try:
-        default = auto.for_model(kind)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"model.config.model_type is {kind!r}, which transformers does not know") from error
-    known = {*default.to_dict(), *default.attribute_map, *_LEGACY_KEYS}
+        with _key("model.path: "):
+            return read_configuration(Path(config.model.path))
+    values = dict(config.model.config or {})
+    kind = values["model_type"]
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f"model.config.model_type is {kind!r}, which transformers does not know")
+    default: Any = CONFIG_MAPPING[kind]()
+    known = {"model_type", *default.to_dict(), *default.attribute_map, *_LEGACY_KEYS}
     for key in values:
         if key not in known:
-            raise ConfigError(settings.unknown_key(key, sorted(known), "model.config"))
-    try:
-        return type(default)(**values)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.config: {_first_line(error)}") from error
+            raise ConfigError(settings.unknown_key(str(key), sorted(known), "model.config"))
+    with _key("model.config: "):
+        return make_configuration(values)
 
 
 def make_model(config: Config, model_config: Any) -> CausalLM:
@@ -331,9 +328,23 @@ def _num_steps(config: Config, batches: Batches) -> int:
     return math.ceil(epochs * batches.num_micro_batches_per_epoch / training.gradient_accumulation_steps)
 
 
+def _require_weights(config: Config) -> None:
+    """A folder whose weights were not fetched would train from random ones, and nobody would know."""
+    if config.model.path is None:
+        return
+    with _key("model.path: "):
+        if not has_weights(Path(config.model.path)):
+            raise ConfigError(
+                f"{config.model.path} has a config.json and no safetensors: fetch the weights, or put what config.json "
+                "says under model.config to start from random ones"
+            )
+
+
 def _require_positions(config: Config, model_config: Any) -> None:
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     wanted = config.training.sequence_length
+    if isinstance(positions, int) and positions < 1:
+        raise ConfigError(f"model: max_position_embeddings is {positions}: give 1 or more")
     if isinstance(positions, int) and wanted > positions:
         raise ConfigError(
             f"training.sequence_length is {wanted} and the model has {positions} positions "
@@ -375,11 +386,6 @@ def _key(prefix: str) -> Iterator[None]:
         raise type(error)(f"{prefix}{error}") from error
     except StorageError as error:
         raise StorageError(f"{prefix}{error}", path=error.path, errno_name=error.errno_name) from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 _LEGACY_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "architectures")

@@ -160,6 +160,38 @@ def test_a_configuration_that_cannot_be_trained_is_refused_with_the_reason(confi
     assert reason in refused(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("hidden_size", 63), ("num_attention_heads", 0), ("num_attention_heads", 3), ("intermediate_size", 1.5)),
+        *(("rms_norm_eps", "abc"), ("num_hidden_layers", "abc"), ("attention_dropout", "abc"), ("dtype", "foo")),
+        *(("initializer_range", -1), ("initializer_range", -1.0), ("tie_word_embeddings", "maybe"), ("id2label", "x")),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_in_a_configuration_and_in_a_folder(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    values = {**make_config("llama").to_dict(), key: value}
+    refused(values)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert "cannot be" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "gpt_oss"])
+def test_sizes_that_do_not_fit_together_are_found_without_the_memory_for_them(family: str) -> None:
+    assert "RuntimeError in model.layers.0.self_attn" in refused(make_config(family, num_key_value_heads=3))
+
+
+def test_a_model_that_cannot_be_rehearsed_is_not_refused() -> None:
+    """OPT looks at the values of its mask before the first layer."""
+    from greedysnake.models import rehearsal
+    from greedysnake.models.split import build_skeleton
+
+    config = make_config("opt")
+    assert rehearsal.rehearse(build_skeleton(config, "sdpa")).error is not None
+    gs.load_model(config)
+
+
 def test_a_model_that_blocks_would_not_train_alike_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check sees it when layers get the arguments of another layer."""
     from greedysnake.models.capture import Layer
@@ -190,8 +222,14 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     assert "cut short" in refused(folder)
     (folder / "model.safetensors").unlink()
     whole.save_pretrained(folder, max_shard_size="20KB")
-    next(folder.glob("model-00002-*")).unlink()
+    shard = next(folder.glob("model-00002-*"))
+    shard.write_bytes(shard.read_bytes()[:1000])
+    assert "cut short" in refused(folder)
+    shard.unlink()
     assert "names model-00002-of" in refused(folder)
+    for index in ("[]", '{"weight_map": 3}', '{"weight'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        assert "is no index of safetensors files" in refused(folder)
 
 
 def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:

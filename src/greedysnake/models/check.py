@@ -13,6 +13,7 @@ from torch import nn
 
 from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.models.capture import INPUTS, Frame, document_masks
+from greedysnake.models.rehearsal import require_fitting_sizes
 from greedysnake.models.sequential import Batch, MicroBatch
 from greedysnake.models.shrink import VOCABULARY, shrink
 from greedysnake.models.split import (
@@ -56,7 +57,9 @@ def check_model(config: Any, attn_implementation: str = "sdpa") -> Split:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             model = _build_small(small, attn_implementation)
-            return _Check(model, layers).run()
+            split = _Check(model, layers).run()
+        require_fitting_sizes(config, skeleton, small, attn_implementation)
+        return split
     except GreedySnakeError:
         raise
     except Exception as error:  # whatever a model's own code raises on a small copy of it
@@ -81,6 +84,8 @@ def refuse_by_config(config: Any) -> None:
         )
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         raise ConfigError(f"{kind} has more than one stack of layers: only models with a single decoder are supported")
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        raise ConfigError(f"num_hidden_layers is {config.num_hidden_layers}: give 1 or more")
     if getattr(config, "layerdrop", 0.0):
         raise ConfigError(f"layerdrop is {config.layerdrop}: layers cannot be left out at random, set it to 0")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -17,13 +17,13 @@ from torch import nn
 from greedysnake.errors import ConfigError
 from greedysnake.models.capture import INPUTS, LABELS, Frame
 from greedysnake.models.check import check_model
+from greedysnake.models.configuration import make_configuration, read_configuration
 from greedysnake.models.loading import Files, Materializer, Weights, has_weights
 from greedysnake.models.loss import CHUNK_TOKENS, IGNORED
 from greedysnake.models.sequential import Batch, BlockSource
 from greedysnake.models.split import Split, build_skeleton, find_balance, make_blocks
 
 EAGER = "eager"
-MAX_MESSAGE = 300
 SUPPORTS_SDPA = "_supports_sdpa"
 """Flag of a model class in transformers."""
 
@@ -218,38 +218,19 @@ def _fill(
 
 def _find(source: Any) -> tuple[Path | None, Any]:
     """The folder, if there is one, and the configuration."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import PretrainedConfig
 
     if isinstance(source, PretrainedConfig):
         return None, copy.deepcopy(source)
     if isinstance(source, Mapping):
-        return None, _from_dict(copy.deepcopy(dict(source)))  # transformers changes what it is given
+        return None, make_configuration(source)
     path = Path(source)
     if not path.is_dir():
         raise ConfigError(
             f"{path} is no folder: give a folder with config.json and safetensors files; a model of the Hugging Face "
             f"hub is fetched with `hf download {path} --local-dir DIRECTORY`"
         )
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} has no config.json: give a folder as save_pretrained of transformers writes it")
-    try:
-        return path, AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
-        raise ConfigError(f"{path / 'config.json'} cannot be used: {_shortened(error)}") from error
-
-
-def _from_dict(values: dict[str, Any]) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
-    kind = values.pop("model_type", None)
-    if kind not in CONFIG_MAPPING:
-        raise ConfigError(f"model_type is {kind!r}: give one that transformers has code for, such as 'llama'")
-    try:
-        return CONFIG_MAPPING[kind](**values)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ConfigError(f"the {kind} configuration cannot be used: {_shortened(error)}") from error
+    return path, read_configuration(path)
 
 
 def _attention(config: Any, wanted: str) -> str:
@@ -257,9 +238,3 @@ def _attention(config: Any, wanted: str) -> str:
 
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return EAGER if wanted == "sdpa" and kind is not None and not getattr(kind, SUPPORTS_SDPA, True) else wanted
-
-
-def _shortened(error: Exception) -> str:
-    """Hugging Face's messages go on for paragraphs."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Files:
             names_in[path].append(name)
         found = {}
         for path, names in names_in.items():
-            with safe_open(path, framework="pt", backend="pread") as file:
+            with _whole(path), safe_open(path, framework="pt", backend="pread") as file:
                 found.update({name: torch.Size(file.get_slice(name).get_shape()) for name in names})
         return found
 
@@ -78,26 +79,34 @@ def has_weights(folder: Path) -> bool:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     if (folder / INDEX).is_file():
         try:
-            table = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            table = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / INDEX} is no index of safetensors files ({error}): fetch it again") from error
-        missing = sorted({file for file in table.values() if not (folder / file).is_file()})
+        missing = sorted({str(file) for file in table.values() if not (folder / str(file)).is_file()})
         if missing:
             raise ConfigError(f"{folder / INDEX} names {missing[0]}, which is not in the folder: fetch it again")
         return {name: folder / file for name, file in table.items()}
     single = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     found: dict[str, Path] = {}
     for path in single:
-        try:
-            with safe_open(path, framework="pt", backend="pread") as file:
-                found.update(dict.fromkeys(file.keys(), path))
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is no safetensors file or is cut short ({error}): fetch it again") from error
+        with _whole(path), safe_open(path, framework="pt", backend="pread") as file:
+            found.update(dict.fromkeys(file.keys(), path))
     return found
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """What safetensors says of a file that is not what it should be, as one sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is no safetensors file or is cut short ({error}): fetch it again") from error
 
 
 class Weights:
