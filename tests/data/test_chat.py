@@ -151,6 +151,15 @@ def test_what_the_template_raises_is_a_bad_row(tmp_path: Path) -> None:
         trained(tmp_path, tokenizer, {"messages": TALK[1:]}, {"messages": TALK})
 
 
+@pytest.mark.parametrize("code", ["{{ 1/0 }}", "{{ range(100000000) | list }}", "{{ messages[9].content.x }}"])
+def test_so_is_what_goes_wrong_in_the_template_itself(tmp_path: Path, code: str) -> None:
+    tokenizer = hf_tokenizer("{% if messages[0]['role'] == 'user' %}" + code + "{% endif %}" + MARKED)
+    rows = [{"messages": TALK}, {"messages": TALK[1:]}]
+    with pytest.raises(ConfigError, match=r"line 2: the chat template does not take these messages \("):
+        trained(tmp_path, tokenizer, *rows)
+    assert trained(tmp_path, tokenizer, *rows, max_bad_rows=1) == trained(tmp_path, tokenizer, rows[0])
+
+
 def test_a_piece_of_a_long_conversation_without_the_assistant_is_left_out(tmp_path: Path) -> None:
     question = {"role": "user", "content": "x" * 100}
     path = write_rows(tmp_path / "data.jsonl", {"messages": [question, {"role": "assistant", "content": "yes"}]})

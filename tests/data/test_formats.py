@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -226,12 +227,15 @@ def test_empty_files_are_not_rows(tmp_path: Path) -> None:
         ("nothing", "data.paths: folder '.*nothing' has no data files: put .jsonl"),
         ("empty.jsonl", "data.paths: no rows in '.*empty.jsonl': the files are empty"),
         ("rows.jsonl.gz", "rows.jsonl.gz is compressed, which is not read: unpack it"),
+        ("pipe", "pipe is neither a file nor a folder: put the data into a file"),
+        ("/dev/zero", "/dev/zero is neither a file nor a folder: put the data into a file"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_sentence(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "nothing").mkdir()
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=message) as caught:
         make_batches(tmp_path / "cache", tmp_path / name)
     assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ import numpy as np
 
 from greedysnake.data.rows import RowError, check_unicode
 from greedysnake.data.tokenizers import ByteTokenizer, quietly
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, GreedySnakeError
 
 Encoded = tuple[list[int], list[bool]]
 """Tokens, and for each whether it carries no loss."""
@@ -164,13 +164,14 @@ class Chat:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What a template raises is about the row."""
-    from jinja2 import TemplateError  # comes with torch
-
+    """What a template raises is about the row. It is a program, and may raise anything."""
     try:
         yield
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise RowError(f"the chat template does not take these messages ({error})") from None
+    except (GreedySnakeError, RowError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RowError(f"the chat template does not take these messages ({reason})") from None
 
 
 def _outside(offsets: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> list[bool]:

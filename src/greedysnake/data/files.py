@@ -78,6 +78,8 @@ def _expand(key: str, name: str) -> Iterator[Source]:
 
 
 def _source(path: Path) -> Source:
+    if path.exists() and not path.is_file():  # a pipe, which would be waited for, or a device, which may never end
+        raise ConfigError(f"{path} is neither a file nor a folder: put the data into a file")
     if path.suffix.lower() in COMPRESSED:
         raise ConfigError(f"{path} is compressed, which is not read: unpack it")
     return Source(path, ROW_KINDS.get(path.suffix.lower(), "text"))
