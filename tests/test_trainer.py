@@ -312,6 +312,16 @@ def test_metrics_survive_a_torn_line_and_drop_what_is_after_the_checkpoint(tmp_p
     ]
 
 
+@pytest.mark.parametrize("line", ["5", "garbage", '{"loss": 1}', '{"step": "x"}', "\x00\x00", "[]"])
+def test_a_damaged_line_of_the_metrics_is_named_and_of_no_account_to_a_new_run(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(gs.StorageError, match=r"metrics.jsonl is damaged: line 2 is not the record of a step: remove"):
+        MetricsFile(path, last_step=2)
+    MetricsFile(path, last_step=0).close()
+    assert path.read_text() == ""
+
+
 def test_a_full_drive_of_the_metrics_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = MetricsFile.write
 
@@ -363,6 +373,11 @@ def test_a_summary_counts_skipped_steps() -> None:
     text = summary_text(summary)
     assert "5 of 9 steps done, 10k target tokens seen, loss 1.5000, 2 skipped (gradient not finite)" in text
     assert "stopped by SIGTERM after step 5, which is saved: the same command continues from there" in text
+
+
+def test_a_summary_of_a_run_that_was_made_shorter() -> None:
+    text = summary_text(Summary("runs/x", 31, 10, None, None, 10_000, 0, 1.0, 10**9, None))
+    assert "31 steps done, more than the 10 asked for, 10k target tokens seen" in text
 
 
 def test_reports_go_where_they_are_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from greedysnake.errors import explained
+from greedysnake.errors import StorageError, explained
 
 if TYPE_CHECKING:
     from greedysnake.runtime.engine import StepResult
@@ -73,16 +73,29 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, object]]:
-    """The lines of a run; a last line that was torn by a crash is left out."""
+    """The lines of a run; a last line that was torn by a crash is left out. StorageError when another is no record."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is empty, or torn
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is empty, or torn
+    return [_record(line, path, number) for number, line in enumerate(lines, start=1)]
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, object]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise StorageError(
+            f"{path} is damaged: line {number} is not the record of a step: remove that line", path=str(path)
+        )
+    return record
 
 
 def _cut(path: Path, last_step: int) -> None:
     """Keeps the lines up to a step. The old file stays until the new one is complete."""
-    kept = [record for record in read_metrics(path) if int(str(record["step"])) <= last_step]
+    # Of what is dropped as a whole, nothing is read: it may be anything.
+    kept = [record for record in read_metrics(path) if int(str(record["step"])) <= last_step] if last_step else []
     new = path.with_name(path.name + ".new")
     new.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(new, path)

@@ -174,7 +174,10 @@ def step_line(record: Mapping[str, object], num_steps: int, left_s: float) -> st
 
 def summary_text(summary: Summary) -> str:
     """After: one paragraph."""
-    done = f"{summary.num_steps} of {summary.total_steps} steps done, {_count(summary.num_tokens)} target tokens seen"
+    steps = f"{summary.num_steps} of {summary.total_steps} steps done"
+    if summary.num_steps > summary.total_steps:
+        steps = f"{summary.num_steps} steps done, more than the {summary.total_steps} asked for"
+    done = f"{steps}, {_count(summary.num_tokens)} target tokens seen"
     loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
     evaluation = "" if summary.eval_loss is None else f", held-out loss {summary.eval_loss:.4f}"
     skipped = f", {summary.num_skipped} skipped (gradient not finite)" if summary.num_skipped else ""
