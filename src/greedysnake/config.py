@@ -22,6 +22,9 @@ from greedysnake.settings import Plain, Size
 DEFAULT = Path(__file__).with_name("default.yaml")
 """What greedysnake train runs without a configuration."""
 
+MAX_THREADS = 1024
+"""More than any machine has cores; far more than that, and the system refuses to make them."""
+
 BYTES = "bytes"
 """Stands in `model.tokenizer` for the tokenizer whose tokens are bytes."""
 
@@ -45,8 +48,11 @@ class ModelOptions:
             )
         if self.path is not None and self.config is not None:
             raise ConfigError("path and model.config are both given: give one of them")
-        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+        kind = "" if self.config is None else self.config.get("model_type")
+        if kind is None:
             raise ConfigError("config.model_type is missing: name the kind of model, as in model_type: llama")
+        if not isinstance(kind, str):
+            raise ConfigError(f"config.model_type is {kind!r}: give the kind of model, as in model_type: llama")
         if self.path is None and self.tokenizer is None:
             raise ConfigError('tokenizer is missing: give the folder of one, or "bytes"')
 
@@ -129,14 +135,15 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         if self.fp16:
             raise ConfigError("fp16 is true, and float16 needs loss scaling, which is not there: set bf16 instead")
-        for name in ("sequence_length", "per_device_train_batch_size", "gradient_accumulation_steps"):
+        _require_at_least("sequence_length", self.sequence_length, 2)  # the first token is predicted from nothing
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             _require_at_least(name, getattr(self, name), 1)
         for name in ("eval_steps", "max_eval_batches", "logging_steps"):
             _require_at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "save_steps", "seed"):
             _require_at_least(name, getattr(self, name), 0)
-        if self.max_steps != -1:
-            _require_at_least("max_steps", self.max_steps, 1)
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ConfigError(f"max_steps is {self.max_steps}: give 1 or more, or -1 for what num_train_epochs makes")
         for name in ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -229,8 +236,10 @@ class EngineOptions:
     def __post_init__(self) -> None:
         _require_fraction("alpha", self.alpha)
         _require_at_least("chunk_params", self.chunk_params, 1)
-        _require_at_least("num_threads", self.num_threads, 1)
-        _require_at_least("compute_threads", self.compute_threads, 1)
+        for name in ("num_threads", "compute_threads"):
+            count = getattr(self, name)
+            if count is not None and not 1 <= count <= MAX_THREADS:
+                raise ConfigError(f"{name} is {count}: give 1 to {MAX_THREADS}")
         if self.optimistic and (self.single_slot or self.schedule != "vertical"):
             raise ConfigError("optimistic is true, which needs the vertical schedule and no single_slot: remove one")
         if self.schedule == "horizontal" and (self.placement.weights_device or self.placement.graphs_device):
