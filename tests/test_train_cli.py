@@ -264,7 +264,7 @@ def test_a_run_whose_storage_is_not_there_does_not_begin_anew(trained: Path, tmp
 
 def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
     path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
-    killed = "import os, sys; from greedysnake import cli, trainer; trainer._Run._save = lambda self: os._exit(9)"
+    killed = "import os, sys; from greedysnake import cli, trainer; trainer._Training._save = lambda self: os._exit(9)"
     command = [sys.executable, "-c", f"{killed}; sys.argv = ['', 'train', {str(path)!r}]; cli.main()"]
     assert subprocess.run(command, capture_output=True).returncode == 9
     assert len(metrics_of(tmp_path / "run")) == 1
@@ -279,6 +279,64 @@ def test_a_checkpoint_of_another_run_in_the_storage_is_left_alone(trained: Path,
     code, _, errors = run("train", trained / "train.yaml", *overrides)
     assert code == 2 and "store holds the checkpoint of another run: give other directories" in errors
     assert everything_in(trained) == before and not (tmp_path / "other").exists()
+
+
+def take_over(trained: Path, tmp_path: Path, run: Run) -> Path:
+    """A copy of the run whose storage another run was given."""
+    shutil.copytree(trained, tmp_path / "copy")
+    values = values_in(tmp_path / "copy", max_steps=1, warmup_steps=0, seed=7)
+    values |= {"output_dir": str(tmp_path / "other"), "overwrite_output_dir": True}
+    values["engine"]["storage"] = [str(tmp_path / "copy" / "run" / "store")]
+    (tmp_path / "other.yaml").write_text(settings.write_yaml(values))
+    assert run("train", tmp_path / "other.yaml")[0] == 0
+    return tmp_path / "copy" / "run"
+
+
+def test_a_run_notices_that_another_has_overwritten_its_checkpoint(trained: Path, tmp_path: Path, run: Run) -> None:
+    taken = take_over(trained, tmp_path, run)
+    sentence = f"store holds the checkpoint of another run, which has overwritten that of {taken}: give the output_dir"
+    code, _, errors = run("export", taken, tmp_path / "out")
+    assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
+    before = everything_in(taken)
+    code, _, errors = run("train", trained / "train.yaml", f"output_dir={taken}", f"engine.storage={taken / 'store'}")
+    assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
+    assert everything_in(taken) == before and not (tmp_path / "out").exists()
+    assert run("export", tmp_path / "other", tmp_path / "out")[0] == 0
+
+
+def test_a_run_without_an_id_continues_and_has_one_from_then_on(trained: Path, tmp_path: Path, run: Run) -> None:
+    """As runs did before there were ids: nothing about it in the folder, nor in the checkpoint."""
+    path = write_config(tmp_path, eval_steps=8)
+    without = "from greedysnake import cli, trainer; save = trainer.Engine.save; trainer.Engine.save = "
+    without += "lambda self, known: save(self, {key: known[key] for key in known if key != 'run_id'})"
+    command = [sys.executable, "-c", f"import sys; {without}; sys.argv = ['', 'train', {str(path)!r}]; cli.main()"]
+    subprocess.run(command, check=True, capture_output=True)
+    noted = tmp_path / "run" / "run.yaml"
+    noted.write_text(re.sub("(run_id|has_checkpoint): .*\n", "", noted.read_text()))
+    assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0
+    for steps in (8, 9, 10):  # nothing to do, then a checkpoint with an id, then the run that both belong to
+        code, printed, _ = run("train", path, f"training.max_steps={steps}")
+        assert code == 0 and f"{steps} of {steps} steps done" in printed
+        assert re.search("run_id: '?[0-9a-f]{32}'?\nhas_checkpoint: true\n$", noted.read_text())
+
+
+def test_a_checkpoint_that_is_gone_is_no_reason_to_begin_anew(trained: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(trained, tmp_path / "copy")
+    directory = tmp_path / "copy" / "run"
+    (directory / "store" / "greedysnake.manifest").unlink()
+    before = everything_in(directory)
+    overrides = [f"output_dir={directory}", f"engine.storage={directory / 'store'}"]
+    for command in (["train", trained / "train.yaml", *overrides], ["export", directory, tmp_path / "out"]):
+        code, _, errors = run(*command)
+        assert (code, len(errors.splitlines())) == (2, 1)
+        assert f"engine.storage: the checkpoint of the run in {directory} is gone from {directory / 'store'}" in errors
+    assert everything_in(directory) == before
+    assert run("train", trained / "train.yaml", *overrides, "overwrite_output_dir=true")[0] == 0
+
+
+def test_the_file_of_a_run_is_a_configuration(trained: Path, tmp_path: Path, run: Run) -> None:
+    code, printed, _ = run("train", trained / "run" / "run.yaml", f"output_dir={tmp_path / 'run'}", "engine.storage=[]")
+    assert code == 0 and "8 of 8 steps done" in printed
 
 
 def held_out_loss(model: Path, config: Config) -> float:
@@ -330,7 +388,8 @@ def test_an_export_that_cannot_work_is_one_sentence(
     Path("full").mkdir()
     Path("full/file").touch()
     Path("unsaved").mkdir()
-    shutil.copy("run/run.yaml", "unsaved")
+    noted = Path("run/run.yaml").read_text()
+    Path("unsaved/run.yaml").write_text(noted.replace("has_checkpoint: true", "has_checkpoint: false"))
     code, _, errors = run("export", *arguments)
     assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
     assert not Path("out").exists()

@@ -25,6 +25,9 @@ DEFAULT = Path(__file__).with_name("default.yaml")
 MAX_THREADS = 1024
 """More than any machine has cores; far more than that, and the system refuses to make them."""
 
+RUN_ID, HAS_CHECKPOINT = "run_id", "has_checkpoint"
+"""What run.yaml says besides the configuration. It is of that run and means nothing to another."""
+
 BYTES = "bytes"
 """Stands in `model.tokenizer` for the tokenizer whose tokens are bytes."""
 
@@ -323,6 +326,7 @@ def load_config(source: str | Path | Mapping[str, Plain] | None = None, override
         values = dict(source)
     else:
         values = settings.read_yaml(_text_of(Path(source)) if source else DEFAULT.read_text(), str(source or DEFAULT))
+    values = {key: value for key, value in values.items() if key not in (RUN_ID, HAS_CHECKPOINT)}
     settings.override(values, overrides)
     config = _with_home(settings.build(Config, values))
     _require_files(config)

@@ -8,7 +8,8 @@ from typing import Any
 from greedysnake.data.tokenizers import load_tokenizer
 from greedysnake.errors import ConfigError, explained
 from greedysnake.models.export import DTYPES, export_model
-from greedysnake.preparation import load_run, make_model, model_configuration, open_engine, ram_budget
+from greedysnake.preparation import make_model, model_configuration, open_engine, ram_budget
+from greedysnake.runs import load_run, require_none_lost
 from greedysnake.runtime.opening import holds_checkpoint
 
 
@@ -18,8 +19,10 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
         raise ConfigError(f"--dtype is {dtype!r}: use {', '.join(DTYPES)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"OUT is {str(out)!r}, which exists: name a new or empty folder")
-    config = load_run(run)
+    noted = load_run(run)
+    config = noted.config
     if not holds_checkpoint(config.storage[0]):
+        require_none_lost(noted, config.storage[0])
         raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
     # What can be missing is read before anything is written.
     tokenizer: Any = None if config.model.tokenizer is None else load_tokenizer(config.model.tokenizer)
@@ -27,6 +30,7 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
         template = Path(config.data.chat_template).read_bytes() if config.data.chat_template else b""
     model = make_model(config, model_configuration(config))
     with open_engine(config, model, device="cpu", ram=ram_budget(config), resume=True) as engine:
+        noted.require_own(engine.metadata)
         export_model(engine, model, out, dtype=dtype)
         with explained("write", out):
             if tokenizer is not None:  # else it came with the model's own folder

@@ -18,7 +18,7 @@ import torch
 
 from greedysnake import settings
 from greedysnake.compiling import missing_for_compiling
-from greedysnake.config import Config, TrainingOptions, difference
+from greedysnake.config import Config, TrainingOptions
 from greedysnake.data.batches import Batches
 from greedysnake.data.corpus import Progress
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
@@ -30,15 +30,14 @@ from greedysnake.models.loading import has_weights
 from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
+from greedysnake.runs import Run, find_run
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.footprint import Footprint, foresee, missing_room, require_disk
 from greedysnake.runtime.host import ram_bytes
-from greedysnake.runtime.opening import Stored, holds_checkpoint, holds_store, stored_in
+from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimizer import AdamW
 from greedysnake.sizes import format_size
 
-RUN = "run.yaml"
-METRICS = "metrics.jsonl"
 CACHE = "data"
 
 
@@ -56,8 +55,13 @@ class Prepared:
     footprint: Footprint
     device: str
     ram: int
-    resume: bool
-    """There is a checkpoint of this run."""
+    run: Run | None
+    """What its folder says of the run that is continued; None for a new one."""
+
+    @property
+    def resume(self) -> bool:
+        """There is a checkpoint of this run."""
+        return self.run is not None
 
     @property
     def num_micro_batches(self) -> int:
@@ -69,19 +73,19 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
 
     `progress` is called while rows are tokenised, with the numbers of rows and tokens so far.
     """
-    resume = find_run(config)
+    run = find_run(config)
     with _key("training."):
         require_trackers(config.training.report_to)
     device = choose_device(config.engine.device)
     _require_compiler(config, device)
     model_config = model_configuration(config)
     _require_positions(config, model_config)
-    if not resume:  # else the values come from the checkpoint
+    if run is None:  # else the values come from the checkpoint
         _require_weights(config)
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config)
-    stored = stored_in(config.storage[0]) if resume else None
+    stored = stored_in(config.storage[0]) if run else None
     footprint = footprint_of(config, model, model_config, ram, stored)
     with _key("engine.storage: "):
         require_disk(footprint, config.storage)
@@ -94,7 +98,7 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     if config.training.eval_steps:
         validation = batches_of(config, tokenizer, "validation", progress)
         _require_vocabulary(config, model_config, validation)
-    return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, resume=resume)
+    return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, run)
 
 
 def open_engine(
@@ -133,51 +137,6 @@ def adamw(training: TrainingOptions) -> AdamW:
         eps=training.adam_epsilon,
         weight_decay=training.weight_decay,
     )
-
-
-def find_run(config: Config) -> bool:
-    """Whether a checkpoint of this run is there; ConfigError when output_dir or storage holds another run."""
-    directory, first = Path(config.output_dir), config.storage[0]
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"output_dir is {config.output_dir!r}, which is a file: name a folder")
-    if config.overwrite_output_dir:
-        return False
-    if not (directory / RUN).exists():
-        if holds_checkpoint(first):
-            raise ConfigError(
-                f"engine.storage: {first} holds the checkpoint of another run: give other directories, the "
-                "output_dir of that run, or set overwrite_output_dir=true to discard it"
-            )
-        if (directory / METRICS).exists():
-            raise ConfigError(
-                f"output_dir is {config.output_dir!r}, which has a {METRICS} but no {RUN}: give another folder"
-            )
-        return False
-    if not holds_store(
-        first
-    ):  # a drive that is not mounted, or another list of them: to begin anew would be a surprise
-        raise ConfigError(
-            f"engine.storage: {first} has nothing of the run in {config.output_dir}: mount the drive, give the "
-            "directories of that run, or set overwrite_output_dir=true to discard it"
-        )
-    if not holds_checkpoint(first):  # that run came to nothing
-        return False
-    changed = difference(load_run(directory), config)
-    if changed:
-        raise ConfigError(
-            f"output_dir is {config.output_dir!r}, which holds another run: {changed}: give another folder, "
-            "the same settings, or overwrite_output_dir=true to discard that run"
-        )
-    return True
-
-
-def load_run(directory: Path) -> Config:
-    """The configuration of the run in a folder, wherever the folder is now."""
-    path = directory / RUN
-    if not path.is_file():
-        raise ConfigError(f"{directory} holds no run, there is no {RUN} in it: give the output_dir of a training")
-    values = settings.read_yaml(path.read_text(), str(path))
-    return settings.build(Config, {**values, "output_dir": str(directory)})
 
 
 def ram_budget(config: Config) -> int:

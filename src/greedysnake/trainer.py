@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import torch
 from rich.console import Console
 
-from greedysnake.config import Config, load_config
-from greedysnake.errors import ConfigError, StorageError, explained
-from greedysnake.preparation import METRICS, RUN, Prepared, open_engine, prepare, why_not_compiled
+from greedysnake.config import RUN_ID, Config, load_config
+from greedysnake.errors import ConfigError, StorageError
+from greedysnake.preparation import Prepared, open_engine, prepare, why_not_compiled
 from greedysnake.report.metrics import MetricsFile, step_record
 from greedysnake.report.progress import Progress, Prospect, Summary, data_text, home_table, prospect_text, summary_text
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
+from greedysnake.runs import METRICS, Run, begin_run, note_run
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
 
@@ -63,8 +64,10 @@ class Trainer:
                 )
             )
             first = engine.num_steps
+            if prepared.run:
+                prepared.run.require_own(engine.metadata)
             _require_same_data(engine, prepared)
-            begin_run(config)
+            run = begin_run(config, prepared.run)
             self._console.print(home_table(prepared.footprint))
             validation = prepared.validation.report if prepared.validation else None
             self._say(data_text(prepared.train.report, validation))
@@ -82,7 +85,7 @@ class Trainer:
             progress = resources.enter_context(
                 Progress(self._console, num_steps=prepared.num_steps, every=config.training.logging_steps)
             )
-            summary = _Run(prepared, engine, metrics, trackers, progress).go()
+            summary = _Training(prepared, run, engine, metrics, trackers, progress).go()
         self._say(summary_text(summary))
         return summary
 
@@ -110,16 +113,6 @@ class Trainer:
         )
 
 
-def begin_run(config: Config) -> None:
-    """Makes the folder of the run and notes its configuration there."""
-    directory = Path(config.output_dir)
-    new = directory / (RUN + ".new")
-    with explained("write", new):
-        directory.mkdir(parents=True, exist_ok=True)
-        new.write_text(config.as_yaml())
-        os.replace(new, directory / RUN)
-
-
 def _require_same_data(engine: Engine, prepared: Prepared) -> None:
     """A position in other data than those of the checkpoint means nothing."""
     had = engine.metadata.get("data_fingerprint")
@@ -131,18 +124,20 @@ def _require_same_data(engine: Engine, prepared: Prepared) -> None:
         )
 
 
-class _Run:
+class _Training:
     """The loop, with what it counts."""
 
     def __init__(
         self,
         prepared: Prepared,
+        run: Run,
         engine: Engine,
         metrics: MetricsFile,
         trackers: list[Tracker],
         progress: Progress,
     ) -> None:
         self._prepared = prepared
+        self._run = run
         self._training = prepared.config.training
         self._engine = engine
         self._metrics = metrics
@@ -234,8 +229,12 @@ class _Run:
                 "num_tokens": self._num_tokens,
                 "data_position": position,
                 "data_fingerprint": self._prepared.train.fingerprint,
+                RUN_ID: self._run.run_id,
             }
         )
+        if not self._run.has_checkpoint:
+            self._run = replace(self._run, has_checkpoint=True)
+            note_run(self._run)
         self._saved_step = self._engine.num_steps
 
 

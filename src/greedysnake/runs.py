@@ -1,0 +1,115 @@
+"""The folder of a run: what is noted there, whose checkpoint is in its storage, and whether it is continued.
+
+A run has an id, in its folder and in its checkpoints: a store may come to hold the checkpoint of another run.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from greedysnake import settings
+from greedysnake.config import HAS_CHECKPOINT, RUN_ID, Config, difference
+from greedysnake.errors import ConfigError, explained
+from greedysnake.runtime.opening import holds_checkpoint, holds_store
+
+RUN = "run.yaml"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder says of the run in it."""
+
+    config: Config
+    run_id: str | None
+    """None for runs that began before they had one."""
+    has_checkpoint: bool
+    """Whether one was saved."""
+
+    def require_own(self, metadata: Mapping[str, object]) -> None:
+        """ConfigError when `metadata` are those of a checkpoint that another run left in the storage of this one."""
+        found = metadata.get(RUN_ID)
+        if found is not None and found != self.run_id:
+            raise ConfigError(
+                f"engine.storage: {self.config.storage[0]} holds the checkpoint of another run, which has overwritten "
+                f"that of {self.config.output_dir}: give the output_dir of that run"
+            )
+
+
+def begin_run(config: Config, continued: Run | None) -> Run:
+    """Makes the folder of a run and notes the configuration there."""
+    run_id = continued.run_id if continued else None
+    run = Run(config, run_id or uuid.uuid4().hex, has_checkpoint=continued is not None)
+    note_run(run)
+    return run
+
+
+def note_run(run: Run) -> None:
+    """Writes run.yaml, which is a configuration as well."""
+    directory = Path(run.config.output_dir)
+    new = directory / (RUN + ".new")
+    text = run.config.as_yaml() + settings.write_yaml({RUN_ID: run.run_id, HAS_CHECKPOINT: run.has_checkpoint})
+    with explained("write", new):
+        directory.mkdir(parents=True, exist_ok=True)
+        new.write_text(text)
+        os.replace(new, directory / RUN)
+
+
+def load_run(directory: Path) -> Run:
+    """The run in a folder, wherever the folder is now."""
+    path = directory / RUN
+    if not path.is_file():
+        raise ConfigError(f"{directory} holds no run, there is no {RUN} in it: give the output_dir of a training")
+    values = settings.read_yaml(path.read_text(), str(path))
+    run_id, has_checkpoint = values.pop(RUN_ID, None), values.pop(HAS_CHECKPOINT, False)
+    config = settings.build(Config, {**values, "output_dir": str(directory)})
+    return Run(config, None if run_id is None else str(run_id), has_checkpoint is True)
+
+
+def find_run(config: Config) -> Run | None:
+    """The run whose checkpoint is continued; ConfigError when output_dir or storage holds another one."""
+    directory, first = Path(config.output_dir), config.storage[0]
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"output_dir is {config.output_dir!r}, which is a file: name a folder")
+    if config.overwrite_output_dir:
+        return None
+    if not (directory / RUN).exists():
+        if holds_checkpoint(first):
+            raise ConfigError(
+                f"engine.storage: {first} holds the checkpoint of another run: give other directories, the "
+                "output_dir of that run, or set overwrite_output_dir=true to discard it"
+            )
+        if (directory / METRICS).exists():
+            raise ConfigError(
+                f"output_dir is {config.output_dir!r}, which has a {METRICS} but no {RUN}: give another folder"
+            )
+        return None
+    if not holds_store(first):  # a drive that is not mounted, or another list of them
+        raise ConfigError(
+            f"engine.storage: {first} has nothing of the run in {config.output_dir}: mount the drive, give the "
+            "directories of that run, or set overwrite_output_dir=true to discard it"
+        )
+    run = load_run(directory)
+    if not holds_checkpoint(first):
+        require_none_lost(run, first)
+        return None  # that run came to nothing
+    changed = difference(run.config, config)
+    if changed:
+        raise ConfigError(
+            f"output_dir is {config.output_dir!r}, which holds another run: {changed}: give another folder, "
+            "the same settings, or overwrite_output_dir=true to discard that run"
+        )
+    return run
+
+
+def require_none_lost(run: Run, storage: Path) -> None:
+    """Where a checkpoint was saved and is no more, to begin anew would be a surprise."""
+    if run.has_checkpoint:
+        raise ConfigError(
+            f"engine.storage: the checkpoint of the run in {run.config.output_dir} is gone from {storage}: restore it, "
+            "or set overwrite_output_dir=true to begin anew"
+        )
