@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from greedysnake.placement import Home
 from greedysnake.report.metrics import KEYS, MetricsFile
 from greedysnake.report.progress import Progress, Summary, step_line, summary_text
 from greedysnake.runtime.footprint import Footprint
+from greedysnake.runtime.manifest import Manifest
 from training import curve, metrics_of, values_in, write_config, write_rows
 
 
@@ -136,7 +138,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "run"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_run_that_then_continues_to_the_bit(number: signal.Signals, tmp_path: Path, long: Path) -> None:
     process = start_and_wait_for(write_config(tmp_path, max_steps=50, save_steps=40), 3)
     process.send_signal(number)
@@ -173,6 +175,36 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "['SIGTERM']\n")
+
+
+def test_a_terminal_that_closes_costs_no_step(tmp_path: Path) -> None:
+    """It sends a signal, and takes no more lines."""
+    path = write_config(tmp_path, max_steps=500, save_steps=0)
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "greedysnake", "train", str(path)])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        time.sleep(0.01)
+    os.close(terminal)
+    assert os.waitpid(process, 0) == (process, 0)
+    reached = len(metrics_of(tmp_path / "run"))
+    assert 3 <= reached < 500
+    manifest = tmp_path / "run" / "store" / "greedysnake.manifest"
+    assert Manifest.decode(manifest.read_bytes(), str(manifest)).step == reached
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    code = (
+        "import os, signal\n"
+        "from greedysnake.trainer import stop_requests\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "with stop_requests() as requests:\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "print(requests)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
 
 
 def test_tokens_and_bytes_written_count_over_all_parts_of_a_run(tmp_path: Path) -> None:

@@ -19,13 +19,22 @@ from greedysnake.config import RUN_ID, Config, load_config
 from greedysnake.errors import ConfigError, StorageError
 from greedysnake.preparation import Prepared, open_engine, prepare, why_not_compiled
 from greedysnake.report.metrics import MetricsFile, step_record
-from greedysnake.report.progress import Progress, Prospect, Summary, data_text, home_table, prospect_text, summary_text
+from greedysnake.report.progress import (
+    Progress,
+    Prospect,
+    Summary,
+    data_text,
+    home_table,
+    lost_terminal,
+    prospect_text,
+    summary_text,
+)
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
 from greedysnake.runs import METRICS, Run, begin_run, note_run
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TOKENISING_LINE_S = 10.0
 
 
@@ -45,7 +54,7 @@ class Trainer:
         self.prepared: Prepared = prepare(self.config, self._tokenised)
 
     def train(self) -> Summary:
-        """Trains to the end, or until SIGTERM or SIGINT, after which the step under way is finished and saved.
+        """Trains to the end, or until SIGTERM, SIGINT or SIGHUP, after which the step under way is finished and saved.
 
         A second signal ends the process at once.
         """
@@ -90,7 +99,8 @@ class Trainer:
         return summary
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        with lost_terminal():
+            self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def _tokenised(self, num_rows: int, num_tokens: int) -> None:
         """A line now and then: large data take a while."""
@@ -251,7 +261,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def stop_requests() -> Iterator[list[str]]:
-    """The names of the signals that arrived. From the first one on, a signal does what it does by default.
+    """The names of the signals that arrived. From the first one on, SIGTERM and SIGINT do what they do by default.
 
     Only the main thread is told of signals; elsewhere the list stays empty.
     """
@@ -262,10 +272,12 @@ def stop_requests() -> Iterator[list[str]]:
 
     def note(number: int, frame: FrameType | None) -> None:
         requests.append(signal.Signals(number).name)
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        for other in SIGNALS:  # a terminal that closes sends SIGHUP more than once, without being impatient
+            signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
+    noted = [number for number in SIGNALS if number != signal.SIGHUP or not ignores_hangup]
+    before = {number: signal.signal(number, note) for number in noted}
     try:
         yield requests
     finally:

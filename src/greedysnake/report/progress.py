@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -112,6 +113,12 @@ def data_text(train: DataReport, validation: DataReport | None) -> str:
     return "\n".join(lines)
 
 
+def lost_terminal() -> AbstractContextManager[object]:
+    """Goes on when there is nobody to read any more: with a terminal, the training need not end, nor its checkpoint be
+    lost."""
+    return suppress(OSError)
+
+
 class Progress:
     """During: shows every step; use it as a context manager."""
 
@@ -132,14 +139,16 @@ class Progress:
         if self._live:
             if "eval_loss" in record and number != self._num_steps:
                 self.say(line)  # stays above the moving line, where the last one stays by itself
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            with lost_terminal():
+                self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
         elif not self._printed or number % self._every == 0 or number == self._num_steps or "eval_loss" in record:
-            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+            self.say(line)
         self._printed += 1
 
     def say(self, sentence: str) -> None:
         """A sentence above the moving line."""
-        self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+        with lost_terminal():
+            self._console.print(sentence, highlight=False, soft_wrap=True, markup=False)
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -150,7 +159,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live:
-            self._live.stop()
+            with lost_terminal():
+                self._live.stop()
 
     def _left_s(self, step: int) -> float:
         return (self._num_steps - step) * sum(self._recent_s) / len(self._recent_s)
