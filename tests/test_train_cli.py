@@ -106,9 +106,9 @@ def foreign_metrics(values: Values, directory: Path) -> None:
     (directory / "run" / "metrics.jsonl").write_text("not ours\n")
 
 
-def ask_for_100_terabytes(values: Values, _: Path) -> None:
-    values["model"]["config"]["intermediate_size"] = 2**36
-    values["engine"] |= {"chunk_params": 2**28, "ram": "100TiB"}
+def ask_for_20_terabytes(values: Values, _: Path) -> None:
+    values["model"]["config"]["intermediate_size"] = 2**33
+    values["engine"] |= {"chunk_params": 2**23, "ram": "2GiB"}
 
 
 def validation_beyond_the_vocabulary(values: Values, directory: Path) -> None:
@@ -167,7 +167,8 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
         "training.sequence_length is 65 and the model has 64 positions (max_position_embeddings): give 64 or less",
     ),
     "too little RAM": (change("engine.ram", "100KiB"), "engine.ram: needs"),
-    "too little disk": (ask_for_100_terabytes, "engine.storage: the store needs"),
+    "too much RAM": (change("engine.ram", "9000TiB"), "engine.ram is 8.79 PiB and the machine has"),
+    "too little disk": (ask_for_20_terabytes, "engine.storage: the store needs"),
     "negative rate": (change("training.learning_rate", -1), "training.learning_rate is -1.0: give 0 or more"),
     "unknown schedule": (change("training.lr_scheduler_type", "cosin"), "training.lr_scheduler_type is 'cosin': give"),
     "long warm-up": (change("training.warmup_steps", 9), "training.warmup_steps is 9 and training has 8 steps"),

@@ -85,6 +85,7 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config)
+    _require_machine(config)
     stored = stored_in(config.storage[0]) if run else None
     footprint = footprint_of(config, model, model_config, ram, stored)
     with _key("engine.storage: "):
@@ -142,6 +143,16 @@ def adamw(training: TrainingOptions) -> AdamW:
 def ram_budget(config: Config) -> int:
     """Bytes for all host buffers: those asked for, or half of what is free now."""
     return config.engine.ram if config.engine.ram is not None else ram_bytes()[1] // 2
+
+
+def _require_machine(config: Config) -> None:
+    """A budget that the machine does not have would be filled until the system ends the process."""
+    wanted, total = config.engine.ram, ram_bytes()[0]
+    if wanted is not None and wanted > total:
+        raise ConfigError(
+            f"engine.ram is {format_size(wanted)} and the machine has {format_size(total)}: give less, or null for "
+            "half of what is free"
+        )
 
 
 def choose_device(wanted: str) -> str:
