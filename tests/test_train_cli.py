@@ -263,6 +263,15 @@ def test_a_run_whose_storage_is_not_there_does_not_begin_anew(trained: Path, tmp
     assert everything_in(trained) == before and not (tmp_path / "unmounted").exists()
 
 
+def test_directories_in_another_order_are_refused_by_name(tmp_path: Path, run: Run) -> None:
+    path = write_config(tmp_path, max_steps=1, warmup_steps=0)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run("train", path, f"engine.storage=[{one},{two}]")[0] == 0
+    code, _, errors = run("train", path, f"engine.storage=[{two},{one}]", "training.max_steps=2")
+    assert code == 2 and f"engine.storage: {one} was the first directory of the run in" in errors
+    assert run("train", path, f"engine.storage=[{one},{two}]", "training.max_steps=2")[0] == 0
+
+
 def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
     path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
     killed = "import os, sys; from greedysnake import cli, trainer; trainer._Training._save = lambda self: os._exit(9)"

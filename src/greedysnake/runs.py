@@ -95,6 +95,7 @@ def find_run(config: Config) -> Run | None:
         )
     run = load_run(directory)
     if not holds_checkpoint(first):
+        require_first(config)
         require_none_lost(run, first)
         return None  # that run came to nothing
     changed = difference(run.config, config)
@@ -104,6 +105,16 @@ def find_run(config: Config) -> Run | None:
             "the same settings, or overwrite_output_dir=true to discard that run"
         )
     return run
+
+
+def require_first(config: Config) -> None:
+    """A store's checkpoint is noted in the first of its directories."""
+    for directory in config.storage[1:]:
+        if holds_checkpoint(directory):
+            raise ConfigError(
+                f"engine.storage: {directory} was the first directory of the run in {config.output_dir}: give the "
+                "directories in the order that they had"
+            )
 
 
 def require_none_lost(run: Run, storage: Path) -> None:
