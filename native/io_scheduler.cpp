@@ -250,8 +250,8 @@ void Scheduler::finish(std::unique_ptr<Piece> piece, ssize_t result) {
     if (has_work() || stopped_) work_.notify_one();
 }
 
-// To be called whenever the answer may have changed. A request that waits for a rate limit keeps the drive busy: the limit
-// stands for a drive of that speed.
+// To be called whenever the answer may have changed. A request that waits for a rate limit keeps the drive
+// busy: the limit stands for a drive of that speed.
 void Scheduler::note_busy(Clock::time_point now) {
     const bool is_busy = in_flight_ > 0 || has_work();
     if (is_busy && !is_busy_) busy_since_ = now;
