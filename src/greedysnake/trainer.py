@@ -77,7 +77,8 @@ class Trainer:
                 prepared.run.require_own(engine.metadata)
             _require_same_data(engine, prepared)
             run = begin_run(config, prepared.run)
-            self._console.print(home_table(prepared.footprint))
+            with lost_terminal():
+                self._console.print(home_table(prepared.footprint))
             validation = prepared.validation.report if prepared.validation else None
             self._say(data_text(prepared.train.report, validation))
             self._say(prospect_text(prepared.footprint, self._prospect(first)))

@@ -152,7 +152,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._live:
-            self._live.start()
+            with lost_terminal():
+                self._live.start()
         return self
 
     def __exit__(
