@@ -111,13 +111,13 @@ def check_memory(folder: Path, num_layers: int, hidden: int, ram: str) -> None:
     found = child.call("model_memory", "measure", str(folder), num_layers, hidden, ram, timeout_s=900)
     assert isinstance(found, dict)
     print({name: f"{count / 1e6:.0f} MB" for name, count in found.items()})
-    # What torch and the C library keep for themselves is 20 to 40 MB, as much as a small model's budget.
+    # What torch and the C library keep for themselves is 20 to 50 MB, as much as a small model's budget.
     assert found["made"] < 0.7 * found["model"]
     assert found["loaded"] < 0.7 * found["model"]
 
 
 def test_a_model_larger_than_the_memory_it_gets_is_loaded_trained_and_exported(tmp_path: Path) -> None:
-    check_memory(tmp_path, 40, 320, "28MiB")
+    check_memory(tmp_path, 60, 320, "28MiB")
 
 
 @pytest.mark.slow
