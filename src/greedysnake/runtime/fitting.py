@@ -14,7 +14,7 @@ from greedysnake.shapes import GRANULE, Precision
 from greedysnake.sizes import format_size
 
 MOST_CHUNK_PARAMS = 4 << 20
-"""Larger chunks gain nothing: 48 MB are read or written at once."""
+"""48 MB that are read or written at once."""
 
 
 def make_plan(
