@@ -297,7 +297,8 @@ def deepspeed_config(options: argparse.Namespace, swap: Path | None) -> dict[str
     if swap:
         swap.mkdir(parents=True)
         place = {"device": "nvme", "nvme_path": str(swap), "pin_memory": True}
-        parameters = {**place, "buffer_count": 5, "buffer_size": 300_000_000}
+        largest = max(options.vocab, options.mlp) * options.hidden  # a parameter has to fit into a buffer
+        parameters = {**place, "buffer_count": 5, "buffer_size": max(300_000_000, largest)}
         optimizer = {**place, "buffer_count": 16, "pipeline_read": True, "pipeline_write": True, "fast_init": False}
     return {
         "train_micro_batch_size_per_gpu": options.micro_batch,
