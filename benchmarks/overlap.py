@@ -2,9 +2,9 @@
 
 The drive is the I/O engine's rate limit; the device is blocks that wait instead of computing, so that the cores are
 free for the engine. Blocks have parameters, so all bytes flow: read, updated by the real optimizer and written.
-Five questions: is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, what does
-vertical gain over horizontal, what does a late share of the update gain when both resources are equally busy, and what
-does exact clipping cost then.
+Six questions: is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, and one that
+needs both equally as long as either; what does vertical gain over horizontal, what does a late share of the update gain
+when both resources are equally busy, and what does exact clipping cost then.
 """
 
 from __future__ import annotations
@@ -241,6 +241,13 @@ def vertical_or_horizontal(base: Setup, directory: Path, num_steps: int) -> Row:
     return Row("vertical, M=8, SSD-bound", vertical_s, "horizontal", horizontal_s, horizontal_s / vertical_s, 2.0)
 
 
+def knee_on_ssd(base: Setup, directory: Path, num_steps: int) -> Row:
+    """SSD and compute take equally long, and what the next step needs first lives on SSD like the rest."""
+    setup = replace(base, compute_s=base.ssd_s)
+    step_s = measure(setup, directory, num_steps).step_s
+    return Row("knee, all on SSD", step_s, "bytes / rate", setup.ssd_s, setup.ssd_s / step_s, 0.92)
+
+
 def knee(base: Setup, directory: Path, num_steps: int) -> tuple[Row, dict[float, float]]:
     """SSD and compute take equally long. Without late updates the SSD idles in most of the forward."""
     base = replace(base, first_in_ram=True)
@@ -308,9 +315,8 @@ def main() -> None:
     arguments = parse()
     torch.set_num_threads(1)
     base = Setup(arguments.layers, arguments.params, arguments.chunks, 2, 0.0, arguments.rate)
-    rows = [
-        make(base, arguments.directory, arguments.steps) for make in (ssd_bound, compute_bound, vertical_or_horizontal)
-    ]
+    makers = (ssd_bound, compute_bound, knee_on_ssd, vertical_or_horizontal)
+    rows = [make(base, arguments.directory, arguments.steps) for make in makers]
     row, step_s = knee(base, arguments.directory, arguments.steps)
     rows += [row, *clipping(base, arguments.directory, arguments.steps, step_s[0.2])]
     share = tracing_share(base, arguments.directory)

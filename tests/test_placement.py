@@ -82,6 +82,20 @@ def test_alpha_is_the_share_of_late_updates_but_not_in_blocks_that_are_fetched_o
     assert not any(home.late for block in homes[5:] for home in block)
 
 
+@pytest.mark.parametrize(
+    ("weights_ram", "wanted"),
+    [
+        (0.0, [[True, True], [False, False], [False, False], [True, False], [False, True]]),
+        (4 / 13, [[False, False], [True, False], [True, False], [False, True], [False, True]]),
+    ],
+)
+def test_half_of_the_late_updates_are_what_comes_first_if_its_weights_are_on_ssd(
+    weights_ram: float, wanted: list[list[bool]]
+) -> None:
+    homes = chunk_homes(make_blocks(shared=True), Placement(weights_ram=weights_ram), alpha=0.4, clipping=False)
+    assert [[home.late for home in block] for block in homes[:5]] == wanted
+
+
 def test_with_clipping_every_trainable_chunk_is_late_and_no_frozen_one() -> None:
     blocks = [block_shape(f"block {index}", 2 * GRANULE, GRANULE, GRANULE, "layers") for index in range(3)]
     homes = chunk_homes(blocks, Placement(gradients_ram=0.5), alpha=0, clipping=True)

@@ -102,10 +102,10 @@ def chunk_homes(
     """Homes for every chunk of every block.
 
     RAM goes to the first blocks first (their state is needed right after the step boundary), then evenly over
-    the rest, so that the SSD has a steady load. With clipping every update is late: the norm exists only when
-    the backward has ended. With `tentative`, those that would not be late without clipping, and whose state lives on
-    SSD, may be done in the backward all the same. A block that the device holds from its first to its last use (head,
-    shared parameters) is otherwise never late: its update has the whole backward, or comes first in it.
+    the rest, so that the SSD has a steady load; so do late updates. With clipping every update is late: the norm exists
+    only when the backward has ended. With `tentative`, those that would not be late without clipping, and whose state
+    lives on SSD, may be done in the backward all the same. A block that the device holds from its first to its last use
+    (head, shared parameters) is otherwise never late: its update has the whole backward, or comes first in it.
     """
     if not has_ssd and (placement.weights_ram < 1 or placement.optimizer_ram < 1):
         raise ConfigError(
@@ -120,7 +120,7 @@ def chunk_homes(
     weight_in_ram = _ram_flags(blocks, placement.weights_ram)
     state_in_ram = _ram_flags(blocks, placement.optimizer_ram)
     trainable = [chunk.trainable for block in blocks for chunk in block.chunks]
-    late_by_choice = _late_flags(blocks, alpha)
+    late_by_choice = _late_flags(blocks, alpha, weight_in_ram)
     late = trainable if clipping else late_by_choice
     spill_flags = iter(spread(sum(late), placement.gradients_ram if has_ssd else 1.0))
     homes: list[ChunkHome] = []
@@ -139,15 +139,24 @@ def chunk_homes(
     return tuple(tuple(next(remaining) for _ in block.chunks) for block in blocks)
 
 
-def _late_flags(blocks: Sequence[BlockShape], alpha: float) -> list[bool]:
-    """One flag per chunk, in block order: late if nothing is clipped."""
+def _late_flags(blocks: Sequence[BlockShape], alpha: float, weight_in_ram: Sequence[bool]) -> list[bool]:
+    """One flag per chunk, in block order: late if nothing is clipped. Up to half of them are what the next forward
+    needs first, if it lives on SSD: so it goes to the device as soon as it is updated. An early update of it would
+    come last in the backward, be written behind all others, and be read back. The other half is spread evenly."""
+    places = [(number, chunk) for number, block in enumerate(blocks) for chunk in block.chunks]
     may_be_late = [
-        chunk.trainable and not is_fetched_once(blocks, index)
-        for index, block in enumerate(blocks)
-        for chunk in block.chunks
+        index for index, (number, chunk) in enumerate(places) if chunk.trainable and not is_fetched_once(blocks, number)
     ]
-    flags = iter(spread(sum(may_be_late), alpha))
-    return [next(flags) if may else False for may in may_be_late]
+    is_first = {index: places[index][0] < FIRST_BLOCKS and not weight_in_ram[index] for index in may_be_late}
+    first = [index for index in may_be_late if is_first[index]]
+    rest = [index for index in may_be_late if not is_first[index]]
+    wanted = round(len(may_be_late) * alpha)
+    num_first = min(len(first), max(wanted // 2, wanted - len(rest)))
+    late = set(first[:num_first])
+    if rest:
+        flags = spread(len(rest), (wanted - num_first) / len(rest))
+        late.update(index for index, is_late in zip(rest, flags, strict=True) if is_late)
+    return [index in late for index in range(len(places))]
 
 
 def is_fetched_once(blocks: Sequence[BlockShape], index: int) -> bool:
