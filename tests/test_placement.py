@@ -72,6 +72,14 @@ def test_ram_takes_the_share_that_was_asked_for_first_blocks_first(weights: floa
         assert all(in_ram[: min(4, sum(in_ram))])
 
 
+def test_ram_goes_to_shared_parameters_before_the_first_blocks() -> None:
+    blocks = make_blocks(shared=True)
+    for num_chunks, wanted in ((1, {6: 1}), (2, {6: 1, 0: 1}), (5, {6: 1, 0: 2, 1: 2})):
+        homes = chunk_homes(blocks, Placement(weights_ram=num_chunks / 13), alpha=0, clipping=False)
+        found = {number: sum(home.weight is Home.RAM for home in block) for number, block in enumerate(homes)}
+        assert {number: count for number, count in found.items() if count} == wanted
+
+
 @given(fractions)
 def test_alpha_is_the_share_of_late_updates_but_not_in_blocks_that_are_fetched_once(alpha: float) -> None:
     blocks = make_blocks(shared=True)
@@ -86,7 +94,7 @@ def test_alpha_is_the_share_of_late_updates_but_not_in_blocks_that_are_fetched_o
     ("weights_ram", "wanted"),
     [
         (0.0, [[True, True], [False, False], [False, False], [True, False], [False, True]]),
-        (4 / 13, [[False, False], [True, False], [True, False], [False, True], [False, True]]),
+        (5 / 13, [[False, False], [True, False], [True, False], [False, True], [False, True]]),
     ],
 )
 def test_half_of_the_late_updates_are_what_comes_first_if_its_weights_are_on_ssd(

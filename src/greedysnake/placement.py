@@ -145,18 +145,14 @@ def _late_flags(blocks: Sequence[BlockShape], alpha: float, weight_in_ram: Seque
     come last in the backward, be written behind all others, and be read back. The other half is spread evenly."""
     places = [(number, chunk) for number, block in enumerate(blocks) for chunk in block.chunks]
     may_be_late = [
-        index for index, (number, chunk) in enumerate(places) if chunk.trainable and not is_fetched_once(blocks, number)
+        i for i, (number, chunk) in enumerate(places) if chunk.trainable and not is_fetched_once(blocks, number)
     ]
-    is_first = {index: places[index][0] < FIRST_BLOCKS and not weight_in_ram[index] for index in may_be_late}
-    first = [index for index in may_be_late if is_first[index]]
-    rest = [index for index in may_be_late if not is_first[index]]
+    is_first = {i: places[i][0] < FIRST_BLOCKS and not weight_in_ram[i] for i in may_be_late}
+    first = [i for i in may_be_late if is_first[i]]
+    rest = [i for i in may_be_late if not is_first[i]]
     wanted = round(len(may_be_late) * alpha)
     num_first = min(len(first), max(wanted // 2, wanted - len(rest)))
-    late = set(first[:num_first])
-    if rest:
-        flags = spread(len(rest), (wanted - num_first) / len(rest))
-        late.update(index for index, is_late in zip(rest, flags, strict=True) if is_late)
-    return [index in late for index in range(len(places))]
+    return _flags(len(places), first[:num_first], rest, wanted)
 
 
 def is_fetched_once(blocks: Sequence[BlockShape], index: int) -> bool:
@@ -229,10 +225,19 @@ FIRST_BLOCKS = 2
 
 
 def _ram_flags(blocks: Sequence[BlockShape], share: float) -> list[bool]:
-    """One flag per chunk, in block order: lives in RAM."""
-    num_chunks = sum(len(block.chunks) for block in blocks)
-    wanted = round(num_chunks * share)
-    num_first = min(wanted, sum(len(block.chunks) for block in blocks[:FIRST_BLOCKS]))
-    num_rest = num_chunks - num_first
-    rest = spread(num_rest, (wanted - num_first) / num_rest) if num_rest else []
-    return [True] * num_first + rest
+    """One flag per chunk, in block order: lives in RAM. Parameters that blocks share come first: they are updated last
+    in a step, and the next one starts with them."""
+    num_compute = num_compute_blocks(blocks)
+    numbers = [number for number, block in enumerate(blocks) for _ in block.chunks]
+    shared = [i for i, number in enumerate(numbers) if number >= num_compute]
+    first = [i for i, number in enumerate(numbers) if number < min(FIRST_BLOCKS, num_compute)]
+    rest = [i for i, number in enumerate(numbers) if FIRST_BLOCKS <= number < num_compute]
+    wanted = round(len(numbers) * share)
+    return _flags(len(numbers), (shared + first)[:wanted], rest, wanted)
+
+
+def _flags(count: int, first: Sequence[int], rest: Sequence[int], wanted: int) -> list[bool]:
+    """Marks `wanted` of `count` places: the first ones, and as many of the rest as are missing, evenly spread."""
+    share = (wanted - len(first)) / len(rest) if rest else 0.0
+    marked = {*first, *(place for place, mark in zip(rest, spread(len(rest), share), strict=True) if mark)}
+    return [place in marked for place in range(count)]
