@@ -133,6 +133,36 @@ def test_the_files_of_a_process_that_just_ended_are_removed(tmp_path: Path, monk
     assert not list(tmp_path.iterdir())
 
 
+# Time
+
+
+def test_what_happens_between_two_steps_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drives go on in between, so it would be time that they get for nothing."""
+    figures_of = step_systems.figures_of
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return figures_of(*arguments)
+
+    monkeypatch.setattr(step_systems, "figures_of", slowly)
+    monkeypatch.setattr(step_systems.gc, "freeze", lambda: None)
+    spans = step_systems.run_greedysnake(options_of(*IN_RAM, "--steps", "3"))["steps_s"]
+    assert min(spans[1:]) > 0.5
+
+
+def test_with_alternate_a_timeline_is_that_of_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its start to the end of its flush, without the drive's measurement before it."""
+    monkeypatch.setattr(step_systems.gc, "freeze", lambda: None)
+    trace = tmp_path / "trace.json"
+    given = ["--alternate", "--drive-seconds", "1", "--trace", str(trace), "--steps", "2", "--storage", str(tmp_path)]
+    result = step_systems.run_greedysnake(options_of(*given))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    start_us, end_us = (f(e["ts"] + d * e["dur"] for e in events) for f, d in ((min, 0), (max, 1)))
+    assert end_us - start_us < 1e6 * result["steps_s"][1]
+    written = sum(event["args"]["bytes"] for event in events if event["cat"] == "ssd_write")
+    assert written >= 12 * step_systems.count_params(options_of()), "all of the state: the flush is part of it"
+
+
 # Failures
 
 

@@ -369,6 +369,7 @@ class Engine:
     def _flush(self) -> None:
         self._steps.flush(self._step, self._action(StepContext(self._step, (), 0, 0.0)))
         self._wait()
+        self._collect()
 
     def _action(self, context: StepContext) -> Action:
         """What lanes call for an op; as long as one may, the engine is held."""
