@@ -112,7 +112,7 @@ def work(options: argparse.Namespace) -> None:
     try:
         result = measure(options)
     except Exception as error:
-        expected = isinstance(error, GreedySnakeError | ModuleNotFoundError | MemoryError)
+        expected = isinstance(error, GreedySnakeError | ModuleNotFoundError | MemoryError | OSError)
         if not expected and type(error).__name__ != "OutOfMemoryError":  # of torch
             traceback.print_exc()
         result = {"failed": sentence_of(error)}

@@ -4,6 +4,7 @@ behind."""
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import json
 import math
@@ -185,6 +186,17 @@ def test_an_error_becomes_one_sentence(monkeypatch: pytest.MonkeyPatch, capfd: p
     output, errors = capfd.readouterr()
     assert json.loads(output.strip().removeprefix("RESULT ")) == {"failed": "RuntimeError: it broke"}
     assert "Traceback" in errors, "nobody expected this one"
+
+
+def test_a_full_drive_is_no_surprise(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail(options: argparse.Namespace) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/drive")
+
+    monkeypatch.setattr(step, "measure", fail)
+    step.work(options_of())
+    output, errors = capfd.readouterr()
+    assert "No space left on device: '/drive'" in output
+    assert "Traceback" not in errors
 
 
 def test_no_cuda_device_is_said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
