@@ -147,6 +147,8 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--alternate with --steps 1: the first step is not counted, give --steps 2 or more")
     if options.optimistic and options.clip is None:
         raise ValueError("--optimistic without --clip: give a norm to clip at, such as --clip 1.0")
+    if options.optimistic and options.schedule != "vertical":
+        raise ValueError(f"--optimistic with --schedule {options.schedule}: it needs the vertical one")
     if options.vram_cap and not on_cuda(options):
         raise ValueError(f"--vram-cap {options.vram_cap} with --device {options.device}: leave it out, or use cuda")
 
@@ -167,6 +169,8 @@ def check_paths(options: argparse.Namespace) -> None:
     for directory in map(Path, options.storage):
         if directory.exists() and not directory.is_dir():
             raise ValueError(f"--storage {directory} is a file: give a directory")
+    if len({Path(directory).resolve() for directory in options.storage}) < len(options.storage):
+        raise ValueError(f"--storage {' '.join(options.storage)} has a directory twice: give one for each drive")
     needs = [name for name in options.systems if name == "zero-infinity"] + ["--alternate"] * options.alternate
     if needs and not options.storage:
         raise ValueError(f"{needs[0]} without --storage: give a directory on the drive")

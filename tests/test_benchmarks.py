@@ -340,6 +340,8 @@ WRONG = [
     ("--alpha 2", "--alpha: '2' given"),
     ("--clip nan", "--clip: 'nan' given"),
     ("--optimistic", "--optimistic without --clip"),
+    ("--optimistic --clip 1 --schedule horizontal", "--optimistic with --schedule horizontal"),
+    ("--storage drive ./drive", "--storage drive ./drive has a directory twice"),
     ("--schedule diagonal", "diagonal"),
 ]
 
