@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from collections import deque
@@ -39,6 +40,7 @@ def mixed_bandwidth(options: argparse.Namespace, paths: list[Path], seconds: flo
         places = [(file, *place) for file in files for place in written_places(file.fd, chunk_bytes)]
         if not places:
             return 0.0
+        stride = stride_over(len(places))
         reads: deque[tuple[Any, int, Any]] = deque()  # ticket, address, place
         writes: deque[tuple[Any, int]] = deque()
         read_bytes = write_bytes = num_reads = 0
@@ -62,7 +64,7 @@ def mixed_bandwidth(options: argparse.Namespace, paths: list[Path], seconds: flo
         while time.perf_counter() - start_s < seconds:
             if not free or len(writes) > depth:
                 finish_write()
-            place = places[num_reads * 7 % len(places)]  # a prime: not in the order of the file
+            place = places[num_reads * stride % len(places)]
             file, offset, num_bytes = place
             address = free.pop()
             reads.append((io.submit("read", file, offset, address, num_bytes), address, place))
@@ -76,6 +78,14 @@ def mixed_bandwidth(options: argparse.Namespace, paths: list[Path], seconds: flo
             finish_write()
         elapsed_s = time.perf_counter() - start_s
     return (read_bytes + write_bytes) / elapsed_s
+
+
+def stride_over(num_places: int) -> int:
+    """Comes to every place, and not in the order of the file."""
+    stride = 7
+    while math.gcd(stride, num_places) > 1:
+        stride += 1
+    return stride
 
 
 def written_places(fd: int, chunk_bytes: int) -> list[tuple[int, int]]:

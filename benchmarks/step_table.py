@@ -91,10 +91,17 @@ def add_ssd_shares(row: dict[str, Any], options: argparse.Namespace, bounds: dic
     if not ssd_bytes or not rate:
         return
     row["of_ssd_bound"] = ssd_bytes / rate / row["step_s"]
-    row["of_26_bytes_per_param"] = 26 * count_params(options) / rate / row["step_s"]
+    if row["system"] != "greedysnake" or all_on_ssd(options):
+        row["of_26_bytes_per_param"] = 26 * count_params(options) / rate / row["step_s"]
     for when, bytes_per_s in (("before", before), ("after", after)):
         if bytes_per_s:
             row[f"of_ssd_bound_{when}"] = ssd_bytes / bytes_per_s / row["step_s"]
+
+
+def all_on_ssd(options: argparse.Namespace) -> bool:
+    """Weights and optimizer state: what is in RAM needs no bytes of the drive, so 26 per parameter are no bound."""
+    shares = placement_values(options)
+    return not shares.get("weights_ram") and not shares.get("optimizer_ram")
 
 
 def warnings_of(row: dict[str, Any]) -> list[str]:

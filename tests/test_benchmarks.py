@@ -236,6 +236,14 @@ def test_all_figures_of_a_row_are_those_of_the_step_in_the_middle() -> None:
     assert row["of_ssd_bound_after"] == row["of_ssd_bound"] == pytest.approx(400 / 200.0 / 3.0)
 
 
+def test_26_bytes_per_parameter_are_a_bound_only_where_all_state_is_on_ssd() -> None:
+    result = {**RESULT, "drive_bytes_per_s": [200.0]}
+    row = step_table.summarise("greedysnake", result, options_of(), {})
+    assert row["of_26_bytes_per_param"] == pytest.approx(26 * step_systems.count_params(options_of()) / 200.0 / 3.0)
+    row = step_table.summarise("greedysnake", result, options_of("--placement", "weights_ram=0.1"), {})
+    assert "of_ssd_bound" in row and "of_26_bytes_per_param" not in row
+
+
 def test_with_alternate_the_drives_around_the_step_speak(tmp_path: Path) -> None:
     options = options_of("--alternate", "--storage", str(tmp_path))
     rates = [1e9, 1e9, 1e9, 100.0, 300.0]
@@ -265,6 +273,12 @@ def test_more_than_the_bound_gives_a_warning() -> None:
 def test_the_bound_is_measured_with_its_own_settings_and_the_rate_limit() -> None:
     options = options_of("--io", "queue_depth=1", "num_threads=1", "piece_bytes=4096", "read_bytes_per_s=1e9")
     assert step_drive.bound_io(options) == {**step_drive.BOUND_IO, "read_bytes_per_s": 1e9}
+
+
+@pytest.mark.parametrize("number", [1, 7, 40, 77, 1001, 7 * 11 * 13 * 17])
+def test_the_drive_is_measured_in_every_place(number: int) -> None:
+    stride = step_drive.stride_over(number)
+    assert stride > 1 and len({turn * stride % number for turn in range(number)}) == number
 
 
 def test_nothing_written_is_no_bandwidth(tmp_path: Path) -> None:
