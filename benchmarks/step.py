@@ -44,7 +44,7 @@ from step_options import (
     rate_limits,
     size,
 )
-from step_systems import run_deepspeed, run_greedysnake, run_pytorch
+from step_systems import count_params, run_deepspeed, run_greedysnake, run_pytorch
 from step_table import print_table, summarise, without_nan
 
 from greedysnake.errors import ConfigError, GreedySnakeError
@@ -246,7 +246,8 @@ def main(arguments: list[str]) -> int:
     if len(rows) > 1:
         print_table(rows, options, bounds, tables)
     if options.json:
-        print(json.dumps(without_nan({"bounds": bounds, "rate_limits": rate_limits(options), "rows": rows})))
+        given = {"options": vars(options), "num_params": count_params(options), "rate_limits": rate_limits(options)}
+        print(json.dumps(without_nan({**given, "bounds": bounds, "rows": rows})))
     return int("failed" in bounds or any("failed" in row for row in rows))
 
 

@@ -58,7 +58,9 @@ def test_a_failed_system_is_said_in_one_sentence_and_the_others_are_measured() -
     process = start("--systems", "pytorch", "zero-offload", "greedysnake", "--steps", "2", "--json", *IN_RAM)
     output, errors = process.communicate()
     assert process.returncode == 1, errors
-    torch_row, zero_row, our_row = json.loads(output)["rows"]
+    found = json.loads(output)
+    assert found["options"]["layers"] == 2 and found["num_params"] == step_systems.count_params(options_of())
+    torch_row, zero_row, our_row = found["rows"]
     if importlib.util.find_spec("deepspeed") is None:
         assert zero_row["failed"] == "deepspeed is not installed: pip install deepspeed"
         assert zero_row["failed"] in errors
