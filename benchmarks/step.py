@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -51,6 +52,9 @@ from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.sizes import parse_size
 
 SYSTEMS = ("greedysnake", "pytorch", "pytorch-no-recompute", "pytorch-eager", "zero-infinity", "zero-offload")
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -144,6 +148,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def end_with_parent() -> None:
+    """Also where it was killed and could not end us: nobody would read what we measure, and drives stay busy."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def prepare_cuda(options: argparse.Namespace) -> None:
     import torch
 
@@ -234,6 +243,7 @@ def ending_of(code: int) -> str:
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if options.worker:
+        end_with_parent()
         work(options)
         return 0
     tables = sys.stderr if options.json else sys.stdout
@@ -261,5 +271,11 @@ if __name__ == "__main__":
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
             signal.signal(ending, stop)
     with contextlib.suppress(KeyboardInterrupt):
-        sys.exit(main(sys.argv[1:]))
+        try:
+            code = main(sys.argv[1:])
+            sys.stdout.flush()
+            sys.exit(code)
+        except BrokenPipeError:  # nobody reads on, as with `head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
     sys.exit(128 + signal.SIGINT)

@@ -107,6 +107,21 @@ def test_a_signal_ends_the_process_of_the_system_and_removes_its_files(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_process_of_the_system_ends_with_one_that_was_killed(tmp_path: Path) -> None:
+    process = start("--storage", str(tmp_path), *DRIVE, "--drive-seconds", "100")
+    while not list(tmp_path.glob("bounds-*/drive")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    (worker,) = [pid for pid in running() if parent_of(pid) == process.pid]
+    process.kill()
+    process.wait()
+    deadline_s = time.monotonic() + 30
+    while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    process.communicate()
+
+
 def running() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
@@ -116,6 +131,15 @@ def parent_of(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:  # it has ended
         return 0
+
+
+def test_a_closed_pipe_ends_it_without_a_traceback() -> None:
+    process = start("--systems", "pytorch", "--steps", "1", "--json")
+    assert process.stdout and process.stderr
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 128 + signal.SIGPIPE
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
 
 
 def test_a_process_over_its_ram_cap_says_so() -> None:
