@@ -167,7 +167,6 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
     per_step, spans, rates, records = [], [], [], []
     files = [Path(directory) / EXTENTS for directory in options.storage]
     with engine:
-        gc.collect()
         start_s, before = time.perf_counter(), kernel_io()
         for step in range(options.steps):
             engine.records.clear()
@@ -180,7 +179,8 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
             per_step.append(figures_of(result, before, after))
             start_s, before = end_s, after
             records.append(list(engine.records))
-            if step == 0:  # a full collection of what torch has loaded takes long; none of it will go
+            if step == 0:  # a full collection of what torch has loaded takes long, and none of it will go
+                gc.collect()
                 gc.freeze()
             if options.alternate:
                 rates.append(mixed_bandwidth(options, files, options.drive_seconds))
