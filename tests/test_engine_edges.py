@@ -142,6 +142,63 @@ def test_parameter_that_a_step_does_not_use_has_a_gradient_of_zero(options: Any,
     assert float((found - spare_of(with_spare(listed=False))).abs().max()) > 1e-3
 
 
+class Adapter(nn.Module):
+    """Has a matrix that only long sequences use. With `listed` its gradient is zero for others, without it is None."""
+
+    def __init__(self, *, listed: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) * 0.1)
+        self.listed = listed
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[1] > 8:
+            return hidden + hidden @ self.weight
+        return hidden + 0 * self.weight.sum() if self.listed else hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"placement": gs.Placement(graphs_device=1)}])
+def test_lowest_trained_block_need_not_be_used(options: Any, tmp_path: Path) -> None:
+    """Then nothing of it has a gradient, as its input has none either."""
+
+    def batches(step: int) -> list[Batch]:
+        lengths = ((12, 6), (6, 6), (6, 12))[step]
+        return [make_batches(1, step, length=length)[0] for length in lengths]
+
+    def with_adapter(*, listed: bool) -> Parts:
+        parts = make_parts(frozen=["embed"])
+        torch.manual_seed(1)
+        return Parts(parts.embed, [Adapter(listed=listed), *parts.layers], parts.head)
+
+    clip = options.get("max_grad_norm")
+    expected = train_reference(with_adapter(listed=True), OPTIMIZER, batches, 3, max_grad_norm=clip)
+    found = train_engine(
+        with_adapter(listed=False).sequential(), batches, 3, storage=[tmp_path], dtype="float32", **options
+    )
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, value in expected.parameters.items():
+        torch.testing.assert_close(found.parameters[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_backward_ends_at_the_first_block_that_uses_a_trained_shared_parameter(schedule: str, tmp_path: Path) -> None:
+    """The embedding and the head share one too, but it is frozen."""
+
+    def batches(step: int) -> list[Batch]:
+        return make_batches(2, step)
+
+    def model() -> Parts:
+        return make_parts(tied=True, repeated=True, frozen=["embed", "layers.2"])
+
+    expected = train_reference(model(), OPTIMIZER, batches, 3)
+    with make_engine(model(), tmp_path, schedule=schedule) as engine:
+        assert engine.plan.lowest == 1
+        losses = [engine.step(batches(step)).loss for step in range(3)]
+        found = dict(engine.named_parameters())
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    for name, value in expected.parameters.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
 def loss_of(parts: Parts, batches: list[Batch]) -> float:
     total = 0.0
     with torch.no_grad():

@@ -139,6 +139,8 @@ class Plan:
     """Blocks that use the shared parameters."""
     tentative: bool = False
     """With clipping: the updates of chunks that may be tentative are done in the backward."""
+    trainers_of_shared: frozenset[int] | None = None
+    """Of the blocks that use shared parameters, those that use a trained one; None is all of them."""
 
     @cached_property
     def num_compute(self) -> int:
@@ -157,7 +159,7 @@ class Plan:
         """The first block that has a gradient to compute; the backward ends there."""
         candidates = [index for index in range(self.num_compute) if self.blocks[index].num_trainable]
         if self.trains_shared:
-            candidates.append(min(self.users_of_shared))
+            candidates.append(min(self.users_of_shared if self.trainers_of_shared is None else self.trainers_of_shared))
         if not candidates:
             raise PlanError("every parameter is frozen: there is nothing to train")
         return min(candidates)

@@ -109,9 +109,14 @@ class Compute:
             assert hidden is not None
             inputs.append(hidden)  # type: ignore[arg-type]
         roots, seeds = self._roots(op, context, outputs, hidden)
-        if not roots[0].requires_grad:
+        if op.block > lowest and not roots[0].requires_grad:
             raise ConfigError(f"{block.name} returned a tensor without a gradient: check the module")
-        gradients = list(torch.autograd.grad(roots, inputs, seeds, allow_unused=True))
+        starts = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if root.requires_grad]
+        # None: of the lowest block only parameters have a gradient, and this micro-batch may use none of them.
+        gradients: list[torch.Tensor | None] = [None] * len(inputs)
+        if starts:
+            roots, seeds = [root for root, _ in starts], [seed for _, seed in starts]
+            gradients = list(torch.autograd.grad(roots, inputs, seeds, allow_unused=True))
         if op.block > lowest:
             below = gradients.pop()
             if below is None:

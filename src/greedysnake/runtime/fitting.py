@@ -29,6 +29,7 @@ def make_plan(
     tentative: bool = False,
 ) -> Plan:
     shapes = keep_on_device([block.shape for block in blocks], placement)
+    trained = {place.name for place in blocks[-1].places if place.trainable}
     return Plan(
         shapes,
         chunk_homes(
@@ -39,6 +40,9 @@ def make_plan(
         slots,
         clipping,
         frozenset(number for number, block in enumerate(blocks) if block.shared),
+        trainers_of_shared=frozenset(
+            number for number, block in enumerate(blocks) if not trained.isdisjoint(block.shared.values())
+        ),
     )
 
 
