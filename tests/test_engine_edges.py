@@ -199,6 +199,48 @@ def test_backward_ends_at_the_first_block_that_uses_a_trained_shared_parameter(s
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+class Scaled(Layer):
+    """Asks for a factor of each batch, and does without."""
+
+    def extra_inputs(self, batch: Batch) -> tuple[torch.Tensor]:
+        return (batch["factor"],)
+
+    def forward(self, hidden: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        return hidden if factor is None else hidden * factor
+
+
+@pytest.mark.parametrize("graphs_device", [0.0, 1.0])
+def test_layers_of_one_block_get_their_extra_inputs(graphs_device: float, tmp_path: Path) -> None:
+    def train(layers_per_block: int) -> list[float]:
+        parts = make_parts()
+        torch.manual_seed(1)
+        layers = [Scaled(32, 64), parts.layers[0], Scaled(32, 64)]
+        model = Parts(parts.embed, layers, parts.head).sequential(layers_per_block=layers_per_block)
+        placement = gs.Placement(graphs_device=graphs_device)
+        with make_engine(model, tmp_path / str(layers_per_block), placement=placement) as engine:
+            return [
+                engine.step([{**batch, "factor": torch.tensor(3.0)} for batch in make_batches(2, step)]).loss
+                for step in range(2)
+            ]
+
+    expected = train(1)
+    assert train(2) == pytest.approx(expected, rel=1e-6)
+    assert train(3) == pytest.approx(expected, rel=1e-6)
+
+
+class Sided(Layer):
+    def side_gradient(self, batch: Batch) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_layer_with_a_second_output_is_refused_in_a_block_of_several() -> None:
+    parts = make_parts()
+    model = Parts(parts.embed, [parts.layers[0], Sided(32, 64)], parts.head).sequential(layers_per_block=2)
+    with pytest.raises(gs.ConfigError, match=r"layers\.1 has a side_gradient and needs a block of its own"):
+        make_engine(model, placement=IN_RAM)
+
+
 def loss_of(parts: Parts, batches: list[Batch]) -> float:
     total = 0.0
     with torch.no_grad():

@@ -32,9 +32,13 @@ class LayerGroup(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = layer(hidden)
+    def extra_inputs(self, batch: Batch) -> tuple[tuple[object, ...], ...]:
+        """For each layer what it asks for."""
+        return tuple(layer.extra_inputs(batch) if hasattr(layer, "extra_inputs") else () for layer in self.layers)  # type: ignore[operator]
+
+    def forward(self, hidden: torch.Tensor, *extra: tuple[object, ...]) -> torch.Tensor:
+        for layer, inputs in zip(self.layers, extra, strict=True):
+            hidden = layer(hidden, *inputs)
         return hidden
 
 
@@ -58,7 +62,14 @@ class BlockSource:
                 if id(parameter) not in seen:  # the same layer may be there twice
                     parameters[f"{prefix}.{name}"] = parameter
                     seen.add(id(parameter))
-        module = modules[0][1] if len(modules) == 1 else LayerGroup([module for _, module in modules])
+        if len(modules) == 1:
+            return modules[0][1], parameters
+        for prefix, layer in modules:
+            if hasattr(layer, "side_gradient"):
+                raise ConfigError(
+                    f"{prefix} has a side_gradient and needs a block of its own: set layers_per_block to 1"
+                )
+        module = LayerGroup([module for _, module in modules])
         return module, parameters
 
 
