@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -239,6 +241,34 @@ def test_layer_with_a_second_output_is_refused_in_a_block_of_several() -> None:
     model = Parts(parts.embed, [parts.layers[0], Sided(32, 64)], parts.head).sequential(layers_per_block=2)
     with pytest.raises(gs.ConfigError, match=r"layers\.1 has a side_gradient and needs a block of its own"):
         make_engine(model, placement=IN_RAM)
+
+
+class Drawing(nn.Module):
+    """Draws from Python or numpy, but only for long sequences."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.draw = draw
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        factor = self.draw() if hidden.shape[1] > 8 else 1.0
+        return hidden + factor * torch.tanh(self.linear(hidden))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_layer_that_draws_only_at_times_draws_the_same_when_it_is_computed_again(draw: Any, tmp_path: Path) -> None:
+    def train(folder: Path, placement: gs.Placement) -> dict[str, torch.Tensor]:
+        parts = make_parts()
+        torch.manual_seed(1)
+        with make_engine(Parts(parts.embed, [Drawing(draw)], parts.head), folder, placement=placement) as engine:
+            for step, length in enumerate((6, 12, 12)):
+                engine.step(make_batches(2, step, length=length))
+            return dict(engine.named_parameters())
+
+    once = train(tmp_path / "once", gs.Placement(graphs_device=1))
+    twice = train(tmp_path / "twice", gs.Placement())
+    assert all(torch.equal(twice[name], value) for name, value in once.items())
 
 
 def loss_of(parts: Parts, batches: list[Batch]) -> float:

@@ -173,8 +173,7 @@ class Compute:
 
     @contextmanager
     def _watched(self, number: int, context: StepContext) -> Iterator[None]:
-        """Refuses a module that has state besides its parameters, and notes whose random numbers it draws. Looks once,
-        and never within compiled code.
+        """Refuses a module that has state besides its parameters. Looks once, and never within compiled code.
 
         Non-persistent buffers may be exchanged: rotary embeddings keep what they computed for the longest sequence.
         """
@@ -185,8 +184,7 @@ class Compute:
         module = self._blocks[number].module
         assert module is not None
         before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
-        with self._randomness.watched(number):
-            yield
+        yield
         for name, buffer in module.named_buffers():
             old, version = before.get(name, (buffer, buffer._version))
             if old._version != version or (buffer is not old and name in module.state_dict(keep_vars=True)):

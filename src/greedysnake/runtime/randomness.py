@@ -17,30 +17,19 @@ def block_seed(seed: int, step: int, block: int, micro_batch: int) -> int:
 
 
 class Randomness:
-    """Sets what a block draws from: torch's generators, those that its modules hold, and, for the few that draw from
-    them, Python's `random` and numpy's, which take longer to set than a kernel to launch."""
+    """Sets what a block draws from: torch's generators, those that its modules hold, Python's `random` and numpy's."""
 
     def __init__(self, modules: Sequence[nn.Module | None], device: torch.device, seed: int) -> None:
         self._seed = seed
         self._generators = [_generators_of(module, device) for module in modules]
-        self._python = set(range(len(modules)))
-        """Blocks that draw from `random` or numpy, or have not been watched yet."""
 
     def start(self, step: int, block: int, micro_batch: int) -> None:
         number = block_seed(self._seed, step, block, micro_batch)
         for generator in self._generators[block]:
             generator.manual_seed(number)
-        if block in self._python:
-            random.seed(number)
-            np.random.seed(number & 0xFFFF_FFFF)
-
-    @contextmanager
-    def watched(self, block: int) -> Iterator[None]:
-        """Around the first forward of a block, after `start`."""
-        before = _python_state()
-        yield
-        if _python_state() == before:
-            self._python.discard(block)
+        # Of every block: one that has not drawn from them so far may do so for the next batch.
+        random.seed(number)
+        np.random.seed(number & 0xFFFF_FFFF)
 
 
 @contextmanager
@@ -52,10 +41,6 @@ def python_random_kept() -> Iterator[None]:
     finally:
         random.setstate(state)
         np.random.set_state(state_of_numpy)
-
-
-def _python_state() -> tuple[object, ...]:
-    return random.getstate(), str(np.random.get_state(legacy=False))
 
 
 def _generators_of(module: nn.Module | None, device: torch.device) -> list[torch.Generator]:
