@@ -682,6 +682,26 @@ def test_layer_with_buffers_that_are_a_cache_or_do_not_change_is_fine(layer: Any
         assert engine.step(make_batches(2, 0)).loss < first
 
 
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(37, 32, max_norm=1.0)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.table(batch["ids"])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_block_that_changes_its_parameter_is_refused(frozen: bool, tmp_path: Path) -> None:
+    """What it writes reaches the SSD with an early update, and is lost otherwise."""
+    parts = make_parts()
+    embed = Renormed().requires_grad_(not frozen)
+    engine = make_engine(Parts(embed, parts.layers, parts.head), tmp_path)
+    message = r"embed changes its parameter embed\.table\.weight in the forward.*without max_norm"
+    with engine, pytest.raises(gs.ConfigError, match=message):
+        engine.step(make_batches(2, 0))
+
+
 class Pair(nn.Embedding):
     def forward(self, batch: Batch) -> tuple[torch.Tensor]:  # type: ignore[override]
         return (super().forward(batch["ids"]),)

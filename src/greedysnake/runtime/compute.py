@@ -173,7 +173,8 @@ class Compute:
 
     @contextmanager
     def _watched(self, number: int, context: StepContext) -> Iterator[None]:
-        """Refuses a module that has state besides its parameters. Looks once, and never within compiled code.
+        """Refuses a module that has state besides its parameters, or changes those itself. Looks once, and never within
+        compiled code.
 
         Non-persistent buffers may be exchanged: rotary embeddings keep what they computed for the longest sequence.
         """
@@ -181,10 +182,17 @@ class Compute:
             yield
             return
         self._unwatched.remove(number)
-        module = self._blocks[number].module
+        module, parameters = self._blocks[number].module, self._blocks[number].parameters
         assert module is not None
         before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+        versions = {name: parameter._version for name, parameter in parameters.items()}
         yield
+        for name, parameter in parameters.items():
+            if parameter._version != versions[name]:
+                raise ConfigError(
+                    f"{self._blocks[number].name} changes its parameter {name} in the forward, which its home does not "
+                    "see: leave that to the optimizer, e.g. use nn.Embedding without max_norm"
+                )
         for name, buffer in module.named_buffers():
             old, version = before.get(name, (buffer, buffer._version))
             if old._version != version or (buffer is not old and name in module.state_dict(keep_vars=True)):
