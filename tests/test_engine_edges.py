@@ -271,6 +271,43 @@ def test_layer_that_draws_only_at_times_draws_the_same_when_it_is_computed_again
     assert all(torch.equal(twice[name], value) for name, value in once.items())
 
 
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.dropout(torch.tanh(self.linear(hidden)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layers_per_block", [1, 2])
+def test_modes_of_modules_do_not_depend_on_evaluations_or_blocks(layers_per_block: int, tmp_path: Path) -> None:
+    """A part in evaluation mode stays in it; a layer that is in it as a whole, as a loaded one, is trained."""
+
+    def train(name: str, prepare: Callable[[Modes], object], *, evaluates: bool) -> list[float]:
+        parts = make_parts()
+        torch.manual_seed(1)
+        layers = [Modes(), Modes()]
+        for layer in layers:
+            prepare(layer)
+        model = Parts(parts.embed, [*layers], parts.head).sequential(layers_per_block=layers_per_block)
+        losses = []
+        with make_engine(model, tmp_path / f"{name}{evaluates}") as engine:
+            for step in range(3):
+                losses.append(engine.step(make_batches(2, step)).loss)
+                if evaluates:
+                    engine.evaluate(make_batches(2, 9))
+        return losses
+
+    usual = train("usual", lambda layer: None, evaluates=False)
+    without = train("without", lambda layer: setattr(layer.dropout, "p", 0.0), evaluates=False)
+    assert usual != without
+    for evaluates in (False, True):
+        assert train("part", lambda layer: layer.dropout.eval(), evaluates=evaluates) == without
+        assert train("whole", lambda layer: layer.eval(), evaluates=evaluates) == usual
+
+
 def loss_of(parts: Parts, batches: list[Batch]) -> float:
     total = 0.0
     with torch.no_grad():

@@ -31,6 +31,7 @@ class LayerGroup(nn.Module):
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self.training = all(layer.training for layer in layers)
 
     def extra_inputs(self, batch: Batch) -> tuple[tuple[object, ...], ...]:
         """For each layer what it asks for."""

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from greedysnake.errors import ConfigError
+from greedysnake.models.sequential import LayerGroup
 from greedysnake.ops import Op, Resource
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.context import Outputs, StepContext
@@ -52,11 +54,15 @@ class Compute:
         self._bound: dict[int, int] = {}
         self._unwatched = set(range(len(modules)))
         """Blocks whose first forward in training is still to come."""
+        self._in_eval = [part for module in modules for part in _parts_in_eval(module)]
+        """Modules that the user has put into evaluation mode for good, within others that are trained."""
 
     def set_training(self, training: bool) -> None:
         for block in self._blocks:
             if block.module is not None and block.module.training != training:
                 block.module.train(training)
+        for part in self._in_eval:
+            part.training = False
 
     def size_of_activation(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Bytes of the embedding's output for a batch, found by running it on whatever is in its slot."""
@@ -299,6 +305,12 @@ class Compute:
             losses.zero_()
             context.loss_started = True
         losses.add_(loss.detach())
+
+
+def _parts_in_eval(module: nn.Module) -> list[nn.Module]:
+    """None of a layer that is in evaluation mode as a whole, as loaded ones are: it is given to be trained."""
+    layers = module.layers if isinstance(module, LayerGroup) else [module]
+    return [part for layer in layers if layer.training for part in layer.modules() if not part.training]
 
 
 def _add(total: torch.Tensor, gradient: torch.Tensor | None, *, fresh: bool) -> None:
