@@ -534,6 +534,32 @@ def test_bad_batches_are_refused_in_words_and_the_engine_goes_on(tmp_path: Path)
         assert engine.step(batch for batch in good).loss == pytest.approx(expected)  # type: ignore[arg-type]
 
 
+def test_number_of_targets_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    parts = make_parts()
+    model = gs.Sequential(
+        parts.embed,
+        parts.layers,
+        parts.head,
+        num_targets=lambda batch: num_targets(batch) / 7,  # type: ignore[arg-type,return-value]
+    )
+    with make_engine(model, tmp_path) as engine, pytest.raises(gs.ConfigError, match=r"num_targets gave \d\.\d+: give"):
+        engine.step(make_batches(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(0, r"layers\.0\.norm\.weight was frozen .* now to be trained"), (1, "was trained .* now to be frozen")],
+)
+def test_step_after_another_choice_of_what_is_trained_is_refused(number: int, message: str, tmp_path: Path) -> None:
+    parts = make_parts(frozen=["layers.0"])
+    with make_engine(parts, tmp_path) as engine:
+        parts.layers[number].requires_grad_(number == 0)
+        with pytest.raises(gs.ConfigError, match=message):
+            engine.step(make_batches(2, 0))
+        parts.layers[number].requires_grad_(number == 1)
+        engine.step(make_batches(2, 0))
+
+
 def test_number_of_targets_may_be_a_tensor(tmp_path: Path) -> None:
     parts = make_parts()
     model = gs.Sequential(

@@ -135,7 +135,11 @@ def checked_batches(micro_batches: Iterable[Batch]) -> list[Batch]:
 
 
 def count_targets(model: Model, batches: Sequence[Batch]) -> int:
-    counts = [int(model.num_targets(batch)) for batch in batches]
+    given = [model.num_targets(batch) for batch in batches]
+    counts = [int(count) for count in given]
+    for count, number in zip(given, counts, strict=True):
+        if count != number:
+            raise ConfigError(f"num_targets gave {count}: give a whole number, how many tokens have a loss")
     if sum(counts) <= 0:
         raise ConfigError(f"the {len(counts)} micro-batches have no target tokens: there is no loss to compute")
     return sum(counts)

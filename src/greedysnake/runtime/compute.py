@@ -64,6 +64,17 @@ class Compute:
         for part in self._in_eval:
             part.training = False
 
+    def require_trainable(self) -> None:
+        """Refuses a step after `requires_grad` of a parameter was changed: its state was laid out by what it was."""
+        for block in self._blocks:
+            for place in block.places:
+                if block.parameters[place.name].requires_grad != place.trainable:
+                    was, now = ("trained", "frozen") if place.trainable else ("frozen", "trained")
+                    raise ConfigError(
+                        f"{place.name} was {was} when the engine was made and is now to be {now}: set requires_grad "
+                        "before, and make a new engine to change it"
+                    )
+
     def size_of_activation(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Bytes of the embedding's output for a batch, found by running it on whatever is in its slot."""
         self._bind(0, [("weights", self._buffers.plan.blocks[0].pool, 0)])

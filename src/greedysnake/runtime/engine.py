@@ -236,6 +236,7 @@ class Engine:
         rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
         start_s = time.perf_counter()
         context = self._context(micro_batches, rate, training=True)
+        self._compute.require_trainable()
         self._collect()
         with self._random_state_kept():
             self._prepare(context)
