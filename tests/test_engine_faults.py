@@ -24,7 +24,7 @@ from greedysnake.runtime.actions import Actions
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.lanes import Wait
-from reference import OPTIMIZER, Batch, Layer, Trained, make_batches, make_parts, num_targets, take_values
+from reference import OPTIMIZER, Batch, Embed, Layer, Parts, Trained, make_batches, make_parts, num_targets, take_values
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -325,6 +325,20 @@ def test_a_model_that_cannot_work_is_explained(tmp_path: Path) -> None:
         with pytest.raises(gs.GreedySnakeError, match=message):
             engine.step(batches(0))
         require_closed(engine, before)
+
+
+def test_an_embedding_whose_size_depends_on_values_is_explained(tmp_path: Path) -> None:
+    class Growing(Embed):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return super().forward(batch).repeat(1, int(batch["times"]), 1)
+
+    parts = make_parts()
+    model = Parts(Growing(37, 32), parts.layers, parts.head).sequential()
+    batch = make_batches(1, 0)[0]
+    engine = gs.Engine(model, OPTIMIZER, storage=[tmp_path], ram="64MiB")
+    message = r"F0\.1: embed returned \d+ bytes .* must follow from the shapes of the batch"
+    with engine, pytest.raises(gs.GreedySnakeError, match=message):
+        engine.step([{**batch, "times": torch.tensor(times)} for times in (1, 2)])
 
 
 def test_a_failure_while_the_engine_is_built_leaves_nothing_behind(tmp_path: Path) -> None:

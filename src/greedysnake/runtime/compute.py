@@ -267,6 +267,11 @@ class Compute:
             raise ConfigError(f"{name} returned {hidden.dtype}, the engine computes in {dtype}: cast its output")
         nbytes, room = hidden.numel() * dtype.itemsize, self._buffers.step.activation_bytes
         if nbytes > room:
+            if op.block == 0:
+                raise ConfigError(
+                    f"{name} returned {nbytes} bytes for a micro-batch, and {room} for one of the same shapes before: "
+                    "the size of its output must follow from the shapes of the batch"
+                )
             raise ConfigError(
                 f"{name} returned {nbytes} bytes for one micro-batch, the embedding {room}: every block must keep the "
                 "size of its input"
