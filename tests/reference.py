@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -381,3 +382,9 @@ class _TorchUpdate:
         for name, parameter in self.master.items():
             parameter.grad = gradients[name] * scale if name in gradients else None
         self.adamw.step()
+
+
+def make_engine(parts: Parts | gs.Sequential, *directories: Path, **options: object) -> gs.Engine:
+    model = parts.sequential() if isinstance(parts, Parts) else parts
+    defaults = {"ram": "64MiB", "dtype": "float32", "alpha": 0.5, "chunk_params": 2048}
+    return gs.Engine(model, OPTIMIZER, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
