@@ -19,18 +19,21 @@ struct EngineConfig {
 class Engine {
   public:
     explicit Engine(const EngineConfig& config);  // throws std::system_error
-    ~Engine() { close(true); }
+    ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
     std::optional<uint64_t> submit(const Transfer& transfer);
     // Refuses new requests, finishes those submitted (or, with cancel, only the pieces in flight), joins all
-    // threads.
+    // threads. In a forked child, which has no such threads, it does nothing.
     void close(bool cancel);
-    Scheduler& scheduler() { return scheduler_; }
+    Scheduler& scheduler() { return *scheduler_; }
 
   private:
-    Scheduler scheduler_;
+    bool is_in_child() const;
+
+    const int owner_;  // the process that made it
+    std::unique_ptr<Scheduler> scheduler_;
     std::unique_ptr<Backend> backend_;
     std::mutex close_mutex_;
     bool closed_ = false;

@@ -1,6 +1,7 @@
 #include "kernels_pool.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
@@ -54,7 +55,7 @@ int pin(std::thread& thread, int cpu) {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) : num_threads_(num_threads) {
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) : num_threads_(num_threads), owner_(getpid()) {
     if (num_threads < 1) {
         throw std::invalid_argument("num_threads is " + std::to_string(num_threads) + ": give at least 1");
     }
@@ -65,9 +66,9 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) : num_thre
     if (num_threads == 1 && cpus.empty()) return;
     try {
         for (int i = 0; i < num_threads; ++i) {
-            threads_.emplace_back([this] { work(); });
+            crew_->threads.emplace_back([this] { work(); });
             if (cpus.empty()) continue;
-            if (pin(threads_.back(), cpus[i]) != 0) {
+            if (pin(crew_->threads.back(), cpus[i]) != 0) {
                 throw std::invalid_argument("cannot pin a thread to CPU " + std::to_string(cpus[i]) +
                                             ": give CPUs that this process may use");
             }
@@ -78,9 +79,15 @@ ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cpus) : num_thre
     }
 }
 
-ThreadPool::~ThreadPool() { close(); }
+ThreadPool::~ThreadPool() {
+    close();
+    if (is_in_child()) (void)crew_.release();
+}
+
+bool ThreadPool::is_in_child() const { return getpid() != owner_; }
 
 void ThreadPool::close() {
+    if (is_in_child()) return;
     std::lock_guard caller(callers_);
     closed_ = true;
     stop_threads();
@@ -91,16 +98,16 @@ void ThreadPool::stop_threads() {
         std::lock_guard lock(mutex_);
         stopping_ = true;
     }
-    started_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-    threads_.clear();
+    crew_->started.notify_all();
+    for (std::thread& thread : crew_->threads) thread.join();
+    crew_->threads.clear();
 }
 
 void ThreadPool::run(const Loop& loop) {
     std::lock_guard caller(callers_);
     if (closed_) throw std::invalid_argument("the thread pool is closed: make a new one");
     if (loop.count == 0) return;
-    if (threads_.empty() || loop.count <= loop.block) {
+    if (crew_->threads.empty() || loop.count <= loop.block) {
         DefaultFloatEnvironment environment;
         loop.call(loop.context, 0, loop.count);
         return;
@@ -108,10 +115,10 @@ void ThreadPool::run(const Loop& loop) {
     std::unique_lock lock(mutex_);
     loop_ = loop;
     next_ = 0;
-    num_working_ = threads_.size();
+    num_working_ = crew_->threads.size();
     ++generation_;
-    started_.notify_all();
-    finished_.wait(lock, [this] { return num_working_ == 0; });
+    crew_->started.notify_all();
+    crew_->finished.wait(lock, [this] { return num_working_ == 0; });
 }
 
 void ThreadPool::work() {
@@ -119,13 +126,13 @@ void ThreadPool::work() {
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);
     for (;;) {
-        started_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+        crew_->started.wait(lock, [&] { return stopping_ || generation_ != seen; });
         if (stopping_) return;
         seen = generation_;
         lock.unlock();
         take_pieces();
         lock.lock();
-        if (--num_working_ == 0) finished_.notify_one();
+        if (--num_working_ == 0) crew_->finished.notify_one();
     }
 }
 

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -21,6 +22,7 @@ class ThreadPool {
 
     int num_threads() const { return num_threads_; }
     // Waits for the loop in progress, then ends the threads; loops after that throw std::invalid_argument.
+    // In a forked child it does nothing.
     void close();
 
     // Calls body(begin, end) over [0, count) in pieces that start at multiples of `block`. Threads take
@@ -45,15 +47,22 @@ class ThreadPool {
     void work();
     void stop_threads();
 
+    // What a forked child, which has no such threads, can neither join nor destroy: it leaves it as it is.
+    struct Crew {
+        std::vector<std::thread> threads;
+        std::condition_variable started;
+        std::condition_variable finished;
+    };
+    bool is_in_child() const;
+
     const int num_threads_;
-    std::vector<std::thread> threads_;
+    const int owner_;  // the process that made it
+    std::unique_ptr<Crew> crew_ = std::make_unique<Crew>();
 
     std::mutex callers_;  // held for the whole of a loop
     bool closed_ = false;
 
     std::mutex mutex_;  // guards everything below but the body of the loop
-    std::condition_variable started_;
-    std::condition_variable finished_;
     Loop loop_{};
     size_t next_ = 0;
     uint64_t generation_ = 0;

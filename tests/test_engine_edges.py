@@ -1,16 +1,13 @@
-"""The engine with odd batches, interrupts, and used in an unusual order."""
+"""The engine with odd batches, and used in an unusual order."""
 
 from __future__ import annotations
 
-import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,6 @@ from torch.nn import functional
 import greedysnake as gs
 from greedysnake.placement import Home
 from greedysnake.runtime.context import StepContext
-from greedysnake.runtime.runner import Runner
-from greedysnake.runtime.steps import Steps
 from greedysnake.runtime.updates import Updates
 from reference import (
     OPTIMIZER,
@@ -130,104 +125,6 @@ def delayed(owner: type, name: str, released: threading.Event) -> Iterator[None]
         setattr(owner, name, method)
 
 
-# Interrupts and ends
-
-
-def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs in a process of its own, which must end: a hang fails after a minute."""
-    command = [sys.executable, "-c", SCRIPT_START + script, *map(str, arguments)]
-    tests = str(Path(__file__).parent)
-    return subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": tests}, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-SCRIPT_START = """
-import sys
-from pathlib import Path
-from typing import Any
-import torch
-import greedysnake as gs
-from reference import make_batches, make_parts
-from test_engine_edges import make_engine
-torch.set_num_threads(1)
-engine = make_engine(make_parts(), Path(sys.argv[1]), alpha=1.0)
-engine.step(make_batches(2, 0))
-"""
-
-
-def test_interrupt_between_two_ops_closes_the_engine(tmp_path: Path) -> None:
-    """Other lanes wait for compute ops that never come: they must not be waited for."""
-    ended = run_script(
-        """
-engine.save()
-from greedysnake.runtime.runner import Runner
-from greedysnake.runtime.steps import Steps
-from greedysnake.runtime.updates import Updates
-collect, calls = Runner._collect, []
-def interrupted(self):
-    calls.append(self)
-    if len(calls) == 2:  # the first is before the step
-        raise KeyboardInterrupt
-    collect(self)
-Runner._collect = interrupted
-try:
-    engine.step(make_batches(2, 1))
-except KeyboardInterrupt:
-    pass
-with make_engine(make_parts(), Path(sys.argv[1]), resume=True) as resumed:
-    print(resumed.num_steps)
-""",
-        tmp_path,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
-
-
-@pytest.mark.parametrize(("owner", "where"), [(Steps, "_take_next"), (gs.Engine, "_judge"), (gs.Engine, "_result")])
-def test_interrupt_within_a_step_leaves_no_half_step_to_be_saved(
-    owner: type, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with make_engine(make_parts(), tmp_path) as engine:
-        engine.step(make_batches(2, 0))
-        monkeypatch.setattr(owner, where, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step(make_batches(2, 1))
-        with pytest.raises(gs.GreedySnakeError, match="the engine is closed"):
-            engine.save()
-
-
-def test_interrupt_within_a_flush_loses_no_late_update_silently(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with make_engine(make_parts(), tmp_path, alpha=1.0) as engine:
-        engine.step(make_batches(2, 0))
-        monkeypatch.setattr(Runner, "link", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.flush()
-        with pytest.raises(gs.GreedySnakeError, match="the engine is closed"):
-            engine.save()
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_process_ends_though_the_engine_was_not_closed(tmp_path: Path) -> None:
-    ended = run_script("print('end')", tmp_path)
-    assert (ended.returncode, ended.stdout) == (0, "end\n"), ended.stderr
-
-
-def test_engine_that_nobody_holds_gives_its_directory_back(tmp_path: Path) -> None:
-    num_threads = threading.active_count()
-    engine = make_engine(make_parts(), tmp_path)
-    engine.step(make_batches(2, 0))
-    engine.flush()
-    del engine
-    gc.collect()
-    make_engine(make_parts(), tmp_path).close()
-    assert threading.active_count() == num_threads
-
-
 # Steps that cannot be run
 
 
@@ -292,6 +189,22 @@ def test_step_and_evaluation_run_under_inference_mode(tmp_path: Path) -> None:
             assert engine.evaluate(make_batches(2, 0)) == pytest.approx(expected[0])
             assert engine.step(make_batches(2, 0)).loss == expected[0]
         assert engine.step(make_batches(2, 1)).loss == expected[1]
+
+
+def test_autocast_around_a_whole_run_computes_with_the_weights_of_each_step(tmp_path: Path) -> None:
+    found = []
+    for number, around_run in enumerate((False, True)):
+        with make_engine(make_parts(), tmp_path / str(number)) as engine, autocast(around_run):
+            losses = []
+            for step in range(3):
+                with autocast(not around_run):
+                    losses += [engine.step(make_batches(2, step)).loss, engine.evaluate(make_batches(2, step))]
+            found.append(losses)
+    assert found[0] == found[1]
+
+
+def autocast(enabled: bool) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if enabled else nullcontext()
 
 
 def test_micro_batch_without_rows_is_no_error(tmp_path: Path) -> None:
@@ -381,30 +294,6 @@ def held_up(seconds: float) -> Iterator[None]:
         yield
     finally:
         gs.Engine._prepare = method  # type: ignore[method-assign]
-
-
-def test_forked_child_leaves_its_parents_engine_alone(tmp_path: Path) -> None:
-    ended = run_script(
-        """
-import os
-with engine:
-    child = os.fork()
-    if child == 0:
-        try:
-            engine.step(make_batches(2, 1))
-        except gs.GreedySnakeError as error:
-            print(error, flush=True)
-        sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    engine.step(make_batches(2, 1))
-    engine.save()
-    print(engine.num_steps)
-""",
-        tmp_path,
-    )
-    message, steps = ended.stdout.splitlines()
-    assert "forked" in message
-    assert (ended.returncode, steps) == (0, "2"), ended.stderr
 
 
 class PoisonedAtTimes(PoisonedEmbed):

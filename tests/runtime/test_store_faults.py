@@ -138,6 +138,20 @@ def test_bit_flipped_on_write_is_found_by_the_next_read(tmp_path: Path, io: IoEn
         check_extent(store, 1)
 
 
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_bit_flipped_in_scratch_is_found(tmp_path: Path, io: IoEngine, direction: str) -> None:
+    buffer = Buffer(4096)
+    buffer.array[:] = 7
+    with open_store(tmp_path, io) as store:
+        store.resize_scratch([4096, 4096])
+        io._inject("flip", 99, direction=direction, nth=1)
+        for index in range(2):
+            store.wait(store.write_scratch(index, buffer.address, 4096))
+        with pytest.raises(StorageError, match=r"greedysnake.scratch: scratch \(offset 0, 4096 bytes\) has CRC32C"):
+            store.wait(store.read_scratch(0, buffer.address, 4096))
+        store.wait(store.read_scratch(1, buffer.address, 4096))
+
+
 def check_extent(store: Store, extent: int) -> None:
     buffer = Buffer(EXTENTS[extent].num_bytes)
     store.wait(store.read(extent, buffer.address))

@@ -46,11 +46,14 @@ class StoreDirectory:
         with explained("create the directory", path):
             path.mkdir(parents=True, exist_ok=True)
         self._refuse_foreign_files()
+        self._owner = os.getpid()
         self._lock_fd = _lock(path)
 
     def close(self) -> None:
         """Give up the lock. The lock file stays: if removed, two processes could lock two different ones."""
         if self._lock_fd >= 0:
+            if os.getpid() == self._owner:  # a child that was forked meanwhile has the file open too
+                fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             os.close(self._lock_fd)
             self._lock_fd = -1
 

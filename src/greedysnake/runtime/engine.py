@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from greedysnake import _native
-from greedysnake.errors import ConfigError, GreedySnakeError
+from greedysnake.errors import ConfigError, GreedySnakeError, PlanError
 from greedysnake.models.sequential import Batch, Model
 from greedysnake.ops import Cursor, Lane, Op, Plan
 from greedysnake.placement import Placement, Slots
@@ -140,13 +140,17 @@ class Engine:
         )
         write(self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
         require_ram(self._plan, ram)
+        self._resources = ExitStack()
+        # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
+        weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
         with ExitStack() as undo:
-            self._arena = undo.enter_context(Arena(ram, device=self.device))
+            undo.callback(self._resources.close)
+            self._arena = self._resources.enter_context(Arena(ram, device=self.device))
             self._store: Store | None = None
             self._io: IoEngine | None = None
             if storage:
-                self._io = undo.enter_context(IoEngine(**vars(io or IoOptions())))
-                self._store = undo.enter_context(
+                self._io = self._resources.enter_context(IoEngine(**vars(io or IoOptions())))
+                self._store = self._resources.enter_context(
                     Store(
                         storage,
                         extent_specs(self._plan, checkpoints=checkpoints),
@@ -161,7 +165,7 @@ class Engine:
                     )
                 )
             self._pool = _native.ThreadPool(num_threads or arguments.default_threads(self.device), cpus)
-            undo.callback(self._pool.close)
+            self._resources.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
             host = HostMemory(self._arena, self._plan)
             self._buffers = Buffers(self._plan, device_memory, host, self._dtype)
@@ -175,11 +179,10 @@ class Engine:
             if resume:
                 self._take_over()
             self._runner = Runner(self.device)
-            undo.callback(self._runner.close)
-            undo.callback(self._runner.close)  # once more after an interrupt in the first: before memory is freed
-            self._resources = undo.pop_all()
-        # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
-        weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
+            self._resources.callback(self._runner.close)
+            # Once more after an interrupt in the first: before memory is freed.
+            self._resources.callback(self._runner.close)
+            undo.pop_all()
         self._steps = Steps(self._runner, self._plan, schedule)
         self._optimism = Optimism()
         self._step_memory: StepMemory | None = None
@@ -239,14 +242,14 @@ class Engine:
         self._compute.require_trainable()
         self._collect()
         with self._random_state_kept():
-            self._prepare(context)
+            self._call(self._prepare, context, spare=PlanError)
             return self._call(self._train, context, start_s)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
         """The loss alone, after pending late updates; nothing is trained."""
         context = self._context(micro_batches, 0.0, training=False)
         with self._random_state_kept():
-            self._prepare(context)
+            self._call(self._prepare, context, spare=PlanError)
             return self._call(self._evaluate, context)
 
     def flush(self) -> None:
@@ -319,6 +322,7 @@ class Engine:
 
     def _context(self, micro_batches: Sequence[Batch], lr: float, *, training: bool) -> StepContext:
         self._require_open()
+        torch.clear_autocast_cache()  # in which a parameter stands for the values it had in the step before
         micro_batches = arguments.checked_batches(micro_batches)
         num_targets = arguments.count_targets(self._model, micro_batches)
         with torch.inference_mode(False), self._on_compute_stream():
@@ -402,7 +406,7 @@ class Engine:
             has_ssd=bool(self._store),
         )
         self._steps.use(self._plan)
-        self._step_memory = StepMemory(
+        memory = StepMemory(
             self._arena,
             self._plan,
             self.device,
@@ -412,8 +416,14 @@ class Engine:
             vertical=self._vertical,
         )
         if self._store is not None:
-            self._call(self._store.resize_scratch, self._step_memory.scratch_sizes())
-        self._buffers.use(self._plan, self._step_memory)
+            try:
+                self._store.require_scratch(memory.scratch_sizes())
+            except PlanError:
+                memory.release()
+                raise
+            self._call(self._store.resize_scratch, memory.scratch_sizes())
+        self._buffers.use(self._plan, memory)
+        self._step_memory = memory
 
     def _size_of_activation(self, index: int, batch: Batch) -> int:
         key = tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in batch.items()))
@@ -466,10 +476,14 @@ class Engine:
     def _wait(self, *lanes: Lane) -> None:
         self._call(self._runner.wait, *lanes)
 
-    def _call(self, call: Callable[..., Result], *values: object) -> Result:
-        """Any failure closes the engine: what is stored is that of the last checkpoint."""
+    def _call(
+        self, call: Callable[..., Result], *values: object, spare: type[GreedySnakeError] | tuple[()] = ()
+    ) -> Result:
+        """Any failure closes the engine, but a `spare` one: what is stored is that of the last checkpoint."""
         try:
             return call(*values)
+        except spare:
+            raise
         except BaseException as error:
             self._runner.stop(error)
             if self._closed is None:

@@ -62,10 +62,9 @@ class Failure:
 
     def set(self, error: BaseException | None, op: Op | None) -> None:
         with self._lock:
-            if self.is_set:
-                return
-            self.is_set, self.error, self.op = True, error, op
-        for lane in self._lanes:
+            if not self.is_set:
+                self.is_set, self.error, self.op = True, error, op
+        for lane in self._lanes:  # also when it was set: a Ctrl-C may have ended the call that set it halfway here
             lane.wake()
 
 
@@ -104,7 +103,9 @@ class LaneRunner:
         self._failure = failure
         self._clock = clock
         self._depth = depth
-        self._condition = threading.Condition()
+        # Locked by its own name: Ctrl-C during the enter and exit of a Condition, which are Python, leaves it locked.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._queue: deque[Task] = deque()
         self._num_submitted = 0
         self._num_retired = 0
@@ -127,13 +128,13 @@ class LaneRunner:
         """Appends tasks for the lane's thread."""
         for task in tasks:
             task.job = job
-        with self._condition:
+        with self._lock:
             self._queue.extend(tasks)
             self._num_submitted += len(tasks)
             self._condition.notify_all()
 
     def wake(self) -> None:
-        with self._condition:
+        with self._lock:
             self._condition.notify_all()
 
     def is_done(self, number: int) -> bool:
@@ -146,7 +147,7 @@ class LaneRunner:
     def wait(self, number: int, stream: torch.cuda.Stream | None = None) -> None:
         """Blocks the host, or only `stream`, until op `number` has ended. Raises Stopped after a failure."""
         if self._num_retired < number:
-            with self._condition:
+            with self._lock:
                 while self._num_retired < number:
                     if self._failure.is_set:
                         raise Stopped
@@ -166,7 +167,7 @@ class LaneRunner:
 
     def close(self) -> None:
         """Ends the thread after what is queued (at once after a failure)."""
-        with self._condition:
+        with self._lock:
             self._closing = True
             self._condition.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -243,7 +244,7 @@ class LaneRunner:
                 self._failure.set(error, None)  # the first failure is kept; this one follows from it
 
     def _next(self, *, block: bool) -> Task | None:
-        with self._condition:
+        with self._lock:
             while not self._queue:
                 if self._failure.is_set:
                     raise Stopped
@@ -255,7 +256,7 @@ class LaneRunner:
             return self._queue[0]
 
     def _pop(self) -> None:
-        with self._condition:
+        with self._lock:
             self._queue.popleft()
 
     def _launch(self, task: Task) -> Wait | None:
@@ -281,7 +282,7 @@ class LaneRunner:
         return None
 
     def _retire(self, event: torch.cuda.Event | None = None) -> None:
-        with self._condition:
+        with self._lock:
             self._num_retired += 1
             if event is not None:
                 self._events[self._num_retired] = event

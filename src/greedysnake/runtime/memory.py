@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -112,12 +112,23 @@ class StepMemory:
         self.num_micro_batches = num_micro_batches
         self.activation_bytes = activation_bytes
         size = page_aligned(activation_bytes)
-        precision = plan.precision
         counts = plan.count_homes(num_micro_batches if vertical else 1)
         self.between = _device_buffers(plan.num_between(num_micro_batches if vertical else 1), size, device)
         self._on_device = _device_buffers(counts[Home.DEVICE], size, device)
-        self._allocated = [arena.allocate(counts[Home.RAM] * size, "activations")] if counts[Home.RAM] else []
-        self._in_ram = self._allocated[0].split(size) if self._allocated else ()
+        self._allocated: list[torch.Tensor] = []
+        try:
+            self._allocate(counts, size, kept)
+        except BaseException:
+            self.release()
+            raise
+        self._ordinals: dict[int, dict[tuple[int, int], tuple[Home, int]]] = {}
+
+    def _allocate(self, counts: Mapping[Home, int], size: int, kept: Sequence[tuple[int, int]]) -> None:
+        arena, plan, precision = self._arena, self._plan, self._plan.precision
+        self._in_ram: Sequence[torch.Tensor] = ()
+        if counts[Home.RAM]:
+            self._allocated.append(arena.allocate(counts[Home.RAM] * size, "activations"))
+            self._in_ram = self._allocated[0].split(size)
         self.num_on_ssd = counts[Home.SSD]
         self.transfers: Sequence[torch.Tensor] = ()
         if self.num_on_ssd:
@@ -137,7 +148,6 @@ class StepMemory:
             self._allocated.append(spills)
             self.spills = spills.split(spill_bytes)
         self._scratch_of = {key: self.num_on_ssd + number for number, key in enumerate(self.spilled)}
-        self._ordinals: dict[int, dict[tuple[int, int], tuple[Home, int]]] = {}
 
     def fits(self, num_micro_batches: int, activation_bytes: int) -> bool:
         return num_micro_batches <= self.num_micro_batches and activation_bytes <= self.activation_bytes

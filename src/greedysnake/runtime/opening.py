@@ -108,12 +108,17 @@ def create_store(
     return store
 
 
-def allocate_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> None:
-    """Give the scratch files the sizes of `layout`, after checking that there is room."""
+def require_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> None:
+    """PlanError unless the scratch files can have the sizes of `layout`."""
     sizes = layout.scratch_bytes
     missing = [directory.missing_bytes(SCRATCH, size) for directory, size in zip(directories, sizes, strict=True)]
     require_space(directories, missing, ", or keep more of the activations and gradients in RAM")
-    for directory, size in zip(directories, sizes, strict=True):
+
+
+def allocate_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> None:
+    """Give the scratch files the sizes of `layout`, after checking that there is room."""
+    require_scratch(directories, layout)
+    for directory, size in zip(directories, layout.scratch_bytes, strict=True):
         directory.allocate(SCRATCH, size)
 
 

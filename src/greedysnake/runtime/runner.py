@@ -63,15 +63,20 @@ class Runner:
         self._records: list[Record] = []
         self._hazards = Hazards()
         self._lanes: dict[Lane, LaneRunner] = {}
-        for lane in Lane:
-            on_device = device.type == "cuda" and lane.link in ("compute", "h2d", "d2h")
-            stream = torch.cuda.Stream(device) if on_device else None
-            depth = SSD_DEPTH if lane.overlaps else 1
-            self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=depth)
-            if lane is not Lane.COMPUTE:
-                self._lanes[lane].start()
-        self._switches_fast = True
-        SwitchInterval.shorten()
+        self._switches_fast = False
+        try:
+            for lane in Lane:
+                on_device = device.type == "cuda" and lane.link in ("compute", "h2d", "d2h")
+                stream = torch.cuda.Stream(device) if on_device else None
+                depth = SSD_DEPTH if lane.overlaps else 1
+                self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=depth)
+                if lane is not Lane.COMPUTE:
+                    self._lanes[lane].start()
+            SwitchInterval.shorten()
+            self._switches_fast = True
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def compute_stream(self) -> torch.cuda.Stream | None:
@@ -142,13 +147,13 @@ class Runner:
     def close(self) -> None:
         """Ends all threads once what is in flight has ended, on the device too: after this, buffers may be freed. What
         is queued is dropped."""
-        # After an interrupt between two ops, the lanes wait for compute ops that never come.
-        self._failure.set(None, None)
         again: KeyboardInterrupt | None = None
         for lane in self._lanes.values():
             ended = False
             while not ended:
                 try:
+                    # After an interrupt between two ops, the lanes wait for compute ops that never come.
+                    self._failure.set(None, None)
                     lane.close()
                     ended = True
                 except KeyboardInterrupt as error:  # someone is impatient, but a lane may still use its buffers

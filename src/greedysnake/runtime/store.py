@@ -28,7 +28,7 @@ from greedysnake.runtime.directory import (
 from greedysnake.runtime.io import File, IoEngine, Ticket
 from greedysnake.runtime.layout import ExtentSpec, Layout, Place, run_lengths
 from greedysnake.runtime.manifest import Manifest, plain_json
-from greedysnake.runtime.opening import allocate_scratch, create_store, resume_store
+from greedysnake.runtime.opening import allocate_scratch, create_store, require_scratch, resume_store
 from greedysnake.runtime.slots import Attempt, SlotTable, same_slot
 
 __all__ = ["ExtentSpec", "Store", "StoreTicket"]
@@ -51,7 +51,7 @@ class _Run:
     address: int
     slot: int
     crcs: Mapping[int, int]
-    """CRC32C by part; empty for scratch."""
+    """CRC32C by part; of scratch, by its number of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,11 +100,15 @@ class Store:
         self._extents = tuple(extents)
         self._fingerprint = fingerprint
         self._io = io
+        if single_slot and checkpoints:
+            warnings.warn(_SINGLE_SLOT_WARNING, RuntimeWarning, stacklevel=2)
         num_slots = count_slots(single_slot=single_slot, checkpoints=checkpoints, spare_slot=spare_slot)
         self._layout = Layout.build(self._extents, scratch, num_members=len(self.directories), num_slots=num_slots)
         self._checkpoint: Manifest | None = None
         self._lock = threading.Lock()
         self._tickets: set[StoreTicket] = set()
+        self._scratch_crcs: dict[int, tuple[int, int, int]] = {}
+        """Of a scratch range: offset, size and CRC32C of what was last written."""
         self._publishing = False
         self._in_place = False
         """single_slot: the checkpoint has been overwritten in part, and its manifest is marked so."""
@@ -125,8 +129,6 @@ class Store:
                 self._open(member, SCRATCH, self._scratch_resources) for member in range(len(self._members))
             ]
             self._resources = undo.pop_all()
-        if single_slot and checkpoints:
-            warnings.warn(_SINGLE_SLOT_WARNING, RuntimeWarning, stacklevel=2)
 
     @property
     def disk_bytes(self) -> int:
@@ -184,7 +186,7 @@ class Store:
         self._slots.end_attempt(attempt, confirmed=confirmed)
 
     def read_scratch(self, index: int, address: int, nbytes: int, offset: int = 0, urgent: bool = False) -> StoreTicket:
-        """Start to read `nbytes` at `offset` of a scratch range; its contents are not checked."""
+        """Start to read `nbytes` at `offset` of a scratch range; checked if that is what was last written to it."""
         return self._submit_scratch("read", index, address, nbytes, offset, urgent)
 
     def write_scratch(
@@ -205,8 +207,9 @@ class Store:
             with self._lock:
                 self._tickets.discard(ticket)
         if ticket.extent is None:
-            return
-        if ticket.kind == "write":
+            if ticket.kind == "read" and self.verify_reads:
+                self._verify_scratch(ticket.runs[0])
+        elif ticket.kind == "write":
             for run in ticket.runs:
                 slots = dict.fromkeys(run.crcs, run.slot)
                 if ticket.attempt:
@@ -216,10 +219,14 @@ class Store:
         elif self.verify_reads:
             self._verify(ticket.extent, ticket.runs)
 
+    def require_scratch(self, sizes: Sequence[int]) -> None:
+        """PlanError unless there is room for such scratch ranges; changes nothing."""
+        require_scratch(self._members, self._with_scratch(sizes))
+
     def resize_scratch(self, sizes: Sequence[int]) -> None:
         """Replace the scratch ranges, whose contents are lost; none may be under way."""
-        slots = self._layout.num_slots
-        layout = Layout.build(self._extents, sizes, num_members=len(self._members), num_slots=slots)
+        layout = self._with_scratch(sizes)
+        self._scratch_crcs.clear()
         self._scratch_resources.close()
         allocate_scratch(self._members, layout)
         self._layout = layout
@@ -241,9 +248,13 @@ class Store:
             encoded = manifest.encode()
             self._sync_data()
             self._members[0].stage(MANIFEST, encoded)
+            # Until the slots say so too, no exception, a signal handler's included, may lead to another write: it would
+            # go over what the new manifest names.
+            self._broken = f"publishing the checkpoint of step {step} was interrupted"
             self._put_in_place()
             self._slots.pin()
             self._checkpoint, self._in_place = manifest, False
+            self._broken = None
         finally:
             self._publishing = False
 
@@ -269,6 +280,10 @@ class Store:
         self.close()
 
     # Opening
+
+    def _with_scratch(self, sizes: Sequence[int]) -> Layout:
+        slots = self._layout.num_slots
+        return Layout.build(self._extents, sizes, num_members=len(self._members), num_slots=slots)
 
     def _open(self, member: int, name: str, undo: ExitStack) -> File | None:
         if self._members[member].size(name) == 0:
@@ -337,8 +352,12 @@ class Store:
             )
         file = self._file(self._scratch_files, place)
         start = place.offset + offset
+        if kind == "write":
+            self._scratch_crcs[index] = (offset, nbytes, _native.crc32c(address, nbytes))
+        written = self._scratch_crcs.get(index)
+        crcs = {nbytes: written[2]} if written and written[:2] == (offset, nbytes) else {}
         io_ticket = self._io.submit(kind, file, start, address, nbytes, urgent=urgent)
-        return self._under_way(StoreTicket(kind, None, (_Run(io_ticket, file, start, address, 0, {}),)))
+        return self._under_way(StoreTicket(kind, None, (_Run(io_ticket, file, start, address, 0, crcs),)))
 
     @staticmethod
     def _file(files: Sequence[File | None], place: Place) -> File:
@@ -368,17 +387,12 @@ class Store:
             first = next(iter(run.crcs))
             for part, expected in run.crcs.items():
                 begin = spec.offsets[part] - spec.offsets[first]
-                found = _native.crc32c(run.address + begin, spec.parts[part])
-                if found == expected:
-                    continue
-                raise StorageError(
-                    f"{run.file.path}: part {part} of extent {extent} (offset {run.offset + begin}, "
-                    f"{spec.parts[part]} bytes) has CRC32C {found:08x}, expected {expected:08x}: what was "
-                    "read is not what was written; check the drive, then resume from a checkpoint",
-                    path=str(run.file.path),
-                    offset=run.offset + begin,
-                    wanted=spec.parts[part],
-                )
+                _check(run, begin, spec.parts[part], expected, f"part {part} of extent {extent}")
+
+    @staticmethod
+    def _verify_scratch(run: _Run) -> None:
+        for nbytes, expected in run.crcs.items():
+            _check(run, 0, nbytes, expected, "scratch")
 
     # Publishing
 
@@ -423,6 +437,18 @@ class Store:
             # Either manifest may be the one that lasts, so both slots are pinned and neither may be written.
             self._broken = str(error)
             raise
+
+
+def _check(run: _Run, begin: int, nbytes: int, expected: int, what: str) -> None:
+    found = _native.crc32c(run.address + begin, nbytes)
+    if found != expected:
+        raise StorageError(
+            f"{run.file.path}: {what} (offset {run.offset + begin}, {nbytes} bytes) has CRC32C {found:08x}, expected "
+            f"{expected:08x}: what was read is not what was written; check the drive, then resume from a checkpoint",
+            path=str(run.file.path),
+            offset=run.offset + begin,
+            wanted=nbytes,
+        )
 
 
 def count_slots(*, single_slot: bool, checkpoints: bool, spare_slot: bool) -> int:
