@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -28,15 +29,7 @@ from greedysnake.report.metrics import KEYS, MetricsFile
 from greedysnake.report.progress import Progress, Summary, step_line, summary_text
 from greedysnake.runtime.footprint import Footprint
 from greedysnake.runtime.manifest import Manifest
-from training import curve, metrics_of, values_in, write_config, write_rows
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
-def train(values: dict[str, Any], console: Console | None = None) -> Summary:
-    return gs.Trainer(values, console=console or quiet()).train()
+from training import curve, metrics_of, quiet, train, values_in, write_config, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +136,8 @@ def test_a_signal_ends_a_run_that_then_continues_to_the_bit(number: signal.Signa
     process = start_and_wait_for(write_config(tmp_path, max_steps=50, save_steps=40), 3)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    assert process.returncode == 0
+    assert errors == f"\n{number.name}: the step under way is finished and saved; a second signal ends at once\n"
     reached = len(metrics_of(tmp_path / "run"))
     assert 3 <= reached < 50
     assert f"stopped by {number.name} after step {reached}, which is saved" in output
@@ -175,6 +169,14 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (-signal.SIGINT, "['SIGTERM']\n")
+
+
+def test_a_pipe_without_a_reader_costs_no_step(tmp_path: Path) -> None:
+    config = write_config(tmp_path, max_steps=40)
+    command = f"{sys.executable} -m greedysnake train {config} | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(metrics_of(tmp_path / "run")) == 40
 
 
 class ClosedTerminal(io.StringIO):
@@ -211,23 +213,6 @@ def test_tokens_and_bytes_written_count_over_all_parts_of_a_run(tmp_path: Path) 
     assert second.num_tokens == sum(line["num_tokens"] for line in metrics_of(tmp_path / "run")) > first.num_tokens
     totals = [line["ssd_written_total_bytes"] for line in metrics_of(tmp_path / "run")]
     assert totals[3] < first.ssd_written_bytes <= totals[4] < totals[-1] < second.ssd_written_bytes
-
-
-def test_data_that_changed_since_the_checkpoint_are_noticed(tmp_path: Path) -> None:
-    values = values_in(tmp_path, max_steps=2)
-    train(values)
-    write_rows(tmp_path / "rows.jsonl", 300)
-    before = (tmp_path / "run" / "run.yaml").read_text()
-    with pytest.raises(gs.ConfigError, match=r"data\.paths: the data are not those of the checkpoint of step 2"):
-        train(values_in(tmp_path, max_steps=4))
-    assert (tmp_path / "run" / "run.yaml").read_text() == before
-
-
-def test_overwriting_starts_anew(tmp_path: Path) -> None:
-    train(values_in(tmp_path, max_steps=3))
-    values = values_in(tmp_path, max_steps=2, seed=5)
-    summary = train({**values, "overwrite_output_dir": True})
-    assert (summary.num_steps, len(metrics_of(tmp_path / "run"))) == (2, 2)
 
 
 def test_epochs_make_steps_when_max_steps_does_not(tmp_path: Path) -> None:
@@ -403,6 +388,8 @@ def test_a_summary_counts_skipped_steps() -> None:
     text = summary_text(summary)
     assert "5 of 9 steps done, 10k target tokens seen, loss 1.5000, 2 skipped (gradient not finite)" in text
     assert "stopped by SIGTERM after step 5, which is saved: the same command continues from there" in text
+    text = summary_text(replace(summary, overwrites=True))
+    assert "saved: the same command, without overwrite_output_dir, continues from there" in text
 
 
 def test_a_summary_of_a_run_that_was_made_shorter() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+import greedysnake as gs
 from greedysnake import settings
+from greedysnake.report.progress import Summary
 
 MODEL = {
     "model_type": "llama",
@@ -71,3 +76,11 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 def curve(run: Path) -> list[tuple[int, float, float, float]]:
     """What must be the same to the bit in two runs of one configuration."""
     return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in metrics_of(run)]
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def train(values: dict[str, Any], console: Console | None = None) -> Summary:
+    return gs.Trainer(values, console=console or quiet()).train()

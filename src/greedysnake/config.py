@@ -93,7 +93,7 @@ class TrainingOptions:
     max_steps: int = -1
     """Steps of the training; -1 leaves it to num_train_epochs."""
     num_train_epochs: float = 1.0
-    """Passes over the data, when max_steps is -1."""
+    """Passes over the data, when max_steps is -1; rounded up to whole steps, so the last may begin another pass."""
     learning_rate: float = 5e-5
     """The highest rate of the schedule."""
     lr_scheduler_type: ScheduleName = "linear"

@@ -5,6 +5,7 @@ The one exception is the cache of tokenised data, which comes last, when everyth
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from greedysnake.compiling import missing_for_compiling
 from greedysnake.config import Config, TrainingOptions
 from greedysnake.data.batches import Batches
 from greedysnake.data.corpus import Progress
+from greedysnake.data.files import find_sources
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
 from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError
 from greedysnake.learning_rate import LearningRate
@@ -36,6 +38,7 @@ from greedysnake.runtime.footprint import Footprint, foresee, missing_room, requ
 from greedysnake.runtime.host import ram_bytes
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimizer import AdamW
+from greedysnake.settings import Plain
 from greedysnake.sizes import format_size
 
 CACHE = "data"
@@ -55,6 +58,8 @@ class Prepared:
     footprint: Footprint
     device: str
     ram: int
+    model_values: dict[str, Plain]
+    """What transformers' configuration says of the model, kept with a checkpoint."""
     run: Run | None
     """What its folder says of the run that is continued; None for a new one."""
 
@@ -90,6 +95,7 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     footprint = footprint_of(config, model, model_config, ram, stored)
     with _key("engine.storage: "):
         require_disk(footprint, config.storage)
+    find_sources("data.validation_paths", config.data.validation_paths or ())  # before the rest is tokenised
     train = batches_of(config, tokenizer, "train", progress)
     _require_vocabulary(config, model_config, train)
     num_steps = _num_steps(config, train)
@@ -99,7 +105,8 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     if config.training.eval_steps:
         validation = batches_of(config, tokenizer, "validation", progress)
         _require_vocabulary(config, model_config, validation)
-    return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, run)
+    values = _values_of(model_config)
+    return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, values, run)
 
 
 def open_engine(
@@ -199,6 +206,12 @@ def model_configuration(config: Config) -> Any:
             raise ConfigError(settings.unknown_key(str(key), sorted(known), "model.config"))
     with _key("model.config: "):
         return make_configuration(values)
+
+
+def _values_of(model_config: Any) -> dict[str, Plain]:
+    """As JSON, without what does not change the training."""
+    values: dict[str, Plain] = json.loads(json.dumps(model_config.to_dict(), default=str))
+    return {key: value for key, value in values.items() if key not in _NOT_TRAINED}
 
 
 def make_model(config: Config, model_config: Any) -> CausalLM:
@@ -358,4 +371,6 @@ def _key(prefix: str) -> Iterator[None]:
         raise StorageError(f"{prefix}{error}", path=error.path, errno_name=error.errno_name) from error
 
 
+TRANSFORMERS = "transformers_version"
+_NOT_TRAINED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id")
 _LEGACY_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "architectures")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greedysnake import settings
@@ -43,6 +43,8 @@ class Run:
 def begin_run(config: Config, continued: Run | None) -> Run:
     """Makes the folder of a run and notes the configuration there."""
     run_id = continued.run_id if continued else None
+    # What run.yaml says is given to later commands, which are not to discard this run.
+    config = replace(config, overwrite_output_dir=False)
     run = Run(config, run_id or uuid.uuid4().hex, has_checkpoint=continued is not None)
     note_run(run)
     return run

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from greedysnake.config import RUN_ID, Config, load_config
 from greedysnake.errors import ConfigError, StorageError
-from greedysnake.preparation import Prepared, open_engine, prepare, why_not_compiled
+from greedysnake.preparation import TRANSFORMERS, Prepared, open_engine, prepare, why_not_compiled
 from greedysnake.report.metrics import MetricsFile, step_record
 from greedysnake.report.progress import (
     Progress,
@@ -75,7 +76,9 @@ class Trainer:
             first = engine.num_steps
             if prepared.run:
                 prepared.run.require_own(engine.metadata)
-            _require_same_data(engine, prepared)
+            if prepared.resume:
+                _require_same_model(engine, prepared)
+                _require_same_data(engine, prepared)
             run = begin_run(config, prepared.run)
             with lost_terminal():
                 self._console.print(home_table(prepared.footprint))
@@ -125,14 +128,34 @@ class Trainer:
 
 
 def _require_same_data(engine: Engine, prepared: Prepared) -> None:
-    """A position in other data than those of the checkpoint means nothing."""
-    had = engine.metadata.get("data_fingerprint")
-    if prepared.resume and had != prepared.train.fingerprint:
-        raise ConfigError(
-            f"data.paths: the data are not those of the checkpoint of step {engine.num_steps} in "
-            f"{prepared.config.output_dir}: files or tokenizer changed since: restore them, or start anew in another "
-            "output_dir"
-        )
+    """A position in other data than those of the checkpoint means nothing, nor a loss on other held-out data."""
+    had, had_held_out = (engine.metadata.get(name) for name in ("data_fingerprint", "validation_fingerprint"))
+    if had != prepared.train.fingerprint:
+        key = "data.paths"
+    elif prepared.validation and had_held_out and had_held_out != prepared.validation.fingerprint:
+        key = "data.validation_paths"
+    else:
+        return
+    raise ConfigError(
+        f"{key}: the data are not those of the checkpoint of step {engine.num_steps} in "
+        f"{prepared.config.output_dir}: files or tokenizer changed since: restore them, or start anew in another "
+        "output_dir"
+    )
+
+
+def _require_same_model(engine: Engine, prepared: Prepared) -> None:
+    """Weights in a model that computes something else are not what was trained. Their shapes do not tell."""
+    had, now = engine.metadata.get("model"), prepared.model_values
+    if not isinstance(had, dict):  # saved before checkpoints had it
+        return
+    same_version = had.get(TRANSFORMERS) == now.get(TRANSFORMERS)
+    for key in sorted({*had, *now} - {TRANSFORMERS}):
+        if had.get(key) != now.get(key) and (same_version or (key in had and key in now)):
+            raise ConfigError(
+                f"model: {key} is {now.get(key)!r} and was {had.get(key)!r} at the checkpoint of step "
+                f"{engine.num_steps} in {prepared.config.output_dir}: restore it (config.json of model.path), or start "
+                "anew in another output_dir"
+            )
 
 
 class _Training:
@@ -156,6 +179,8 @@ class _Training:
         self._progress = progress
         self._num_tokens = int(str(engine.metadata.get("num_tokens", 0)))
         self._saved_step = engine.num_steps if prepared.resume else -1
+        had = engine.metadata.get("validation_fingerprint")  # kept by a part of the run that does not evaluate
+        self._validation_fingerprint = prepared.validation.fingerprint if prepared.validation else had
         self._loss: float | None = None
         self._eval_loss: float | None = None
 
@@ -170,8 +195,10 @@ class _Training:
                     gc.freeze()
                     freezes = False
                     afterwards.callback(gc.unfreeze)
-                if self._is_due(self._training.eval_steps) and not requests:
-                    record["eval_loss"] = self._eval_loss = self._evaluate()
+                if self._is_due(self._training.eval_steps):
+                    loss = self._evaluate(requests)
+                    if loss is not None:
+                        record["eval_loss"] = self._eval_loss = loss
                 self._report(record)
                 if self._is_due(self._training.save_steps):
                     self._save()
@@ -187,6 +214,7 @@ class _Training:
             elapsed_s=time.monotonic() - start_s,
             ssd_written_bytes=self._engine.ssd_written_bytes,
             stopped_by=requests[0] if requests and self._engine.num_steps < self._prepared.num_steps else None,
+            overwrites=self._prepared.config.overwrite_output_dir,
         )
 
     def _step(self) -> dict[str, object]:
@@ -205,14 +233,16 @@ class _Training:
         step = self._engine.num_steps
         return bool(every) and (step % (every or 1) == 0 or step == self._prepared.num_steps)
 
-    def _evaluate(self) -> float:
-        """The loss on held-out data, as many micro-batches at a time as in a step."""
+    def _evaluate(self, requests: list[str]) -> float | None:
+        """The loss on held-out data, as many micro-batches at a time as in a step; None when asked to stop."""
         batches = self._prepared.validation
         assert batches is not None
         count = batches.num_micro_batches_per_epoch
         count = min(self._training.max_eval_batches or count, count)
         total, num_targets = 0.0, 0
         for position in range(0, count, self._prepared.num_micro_batches):
+            if requests:
+                return None
             group = batches.micro_batches(position, min(self._prepared.num_micro_batches, count - position))
             targets = sum(int(self._prepared.model.num_targets(batch)) for batch in group)
             total += self._engine.evaluate(group) * targets
@@ -240,6 +270,8 @@ class _Training:
                 "num_tokens": self._num_tokens,
                 "data_position": position,
                 "data_fingerprint": self._prepared.train.fingerprint,
+                "validation_fingerprint": self._validation_fingerprint,
+                "model": self._prepared.model_values,
                 RUN_ID: self._run.run_id,
             }
         )
@@ -272,7 +304,10 @@ def stop_requests() -> Iterator[list[str]]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        requests.append(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        requests.append(name)
+        with suppress(OSError):  # not print, which may be what was interrupted
+            os.write(2, f"\n{name}: the step under way is finished and saved; a second signal ends at once\n".encode())
         for other in SIGNALS:  # a terminal that closes sends SIGHUP more than once, without being impatient
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
 

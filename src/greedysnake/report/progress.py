@@ -6,8 +6,8 @@ On a terminal the line is redrawn in place; elsewhere lines are printed one afte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -65,6 +65,8 @@ class Summary:
     ssd_written_bytes: int
     stopped_by: str | None
     """The signal that ended the run early."""
+    overwrites: bool = False
+    """The same command would discard it."""
 
 
 def home_table(footprint: Footprint) -> Table:
@@ -113,10 +115,17 @@ def data_text(train: DataReport, validation: DataReport | None) -> str:
     return "\n".join(lines)
 
 
-def lost_terminal() -> AbstractContextManager[object]:
-    """Goes on when there is nobody to read any more: with a terminal, the training need not end, nor its checkpoint be
-    lost."""
-    return suppress(OSError)
+@contextmanager
+def lost_terminal() -> Iterator[None]:
+    """Goes on when there is nobody to read any more: with a terminal or the other end of a pipe, the training need not
+    end, nor its checkpoint be lost."""
+    try:
+        yield
+    except OSError:
+        pass
+    except SystemExit as error:  # rich's answer to a pipe without a reader, to which it then writes no more
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
 
 
 class Progress:
@@ -197,9 +206,10 @@ def summary_text(summary: Summary) -> str:
         f"{_duration(summary.elapsed_s)} this time; {summary.ssd_written_bytes / 1e9:.3g} GB written to SSD in all",
     ]
     if summary.stopped_by:
+        command = "the same command, without overwrite_output_dir," if summary.overwrites else "the same command"
         lines.append(
             f"stopped by {summary.stopped_by} after step {summary.num_steps}, which is saved: "
-            "the same command continues from there"
+            f"{command} continues from there"
         )
     elif summary.num_steps >= summary.total_steps:
         lines.append(f"next: greedysnake export {summary.output_dir} OUT")

@@ -45,7 +45,7 @@ class StoreDirectory:
         self.path = path
         with explained("create the directory", path):
             path.mkdir(parents=True, exist_ok=True)
-        self._refuse_foreign_files()
+        refuse_foreign_files(path)
         self._owner = os.getpid()
         self._lock_fd = _lock(path)
 
@@ -165,18 +165,20 @@ class StoreDirectory:
             finally:
                 os.close(fd)
 
-    def _refuse_foreign_files(self) -> None:
-        with explained("list", self.path):
-            names = set(os.listdir(self.path)) - _OF_THE_FILESYSTEM
-        foreign = sorted(names - (_OURS if IDENTITY in names else _BEFORE_IDENTITY))
-        if not foreign:
-            return
-        listed = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise StorageError(
-            f"{self.path} holds files that are not part of a GreedySnake store ({listed}): "
-            "give an empty or new directory, or move them away",
-            path=str(self.path),
-        )
+
+def refuse_foreign_files(path: Path) -> None:
+    """StorageError when a directory that is there holds what no store has put there."""
+    with explained("list", path):
+        names = set(os.listdir(path)) - _OF_THE_FILESYSTEM
+    foreign = sorted(names - (_OURS if IDENTITY in names else _BEFORE_IDENTITY))
+    if not foreign:
+        return
+    listed = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+    raise StorageError(
+        f"{path} holds files that are not part of a GreedySnake store ({listed}): "
+        "give an empty or new directory, or move them away",
+        path=str(path),
+    )
 
 
 def require_space(directories: Sequence[StoreDirectory], missing_bytes: Sequence[int], or_else: str) -> None:

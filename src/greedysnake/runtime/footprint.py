@@ -12,7 +12,7 @@ from greedysnake.errors import PlanError, StorageError, explained
 from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
-from greedysnake.runtime.directory import EXTENTS, SCRATCH
+from greedysnake.runtime.directory import EXTENTS, SCRATCH, refuse_foreign_files
 from greedysnake.runtime.filling import fill_ram
 from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram, slot_bytes
 from greedysnake.runtime.flat import decays_by_default, survey
@@ -129,12 +129,14 @@ def foresee(
 
 
 def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:
-    """PlanError unless every drive has room for the store, StorageError unless it can be written.
+    """PlanError unless every drive has room for the store, StorageError unless it can be written and is nobody's.
 
     Files of an earlier run of the same store count as room. Nothing is left behind.
     """
     for directory in map(Path, directories):
         _require_writable(directory, _nearest_existing(directory))
+        if directory.is_dir():
+            refuse_foreign_files(directory)
     for drive in _drives(footprint, directories):
         nbytes, free = drive.needed_bytes, drive.free_bytes
         if nbytes > free:
