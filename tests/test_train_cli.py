@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -70,6 +71,10 @@ def put_a_file_in_the_way(values: Values, directory: Path) -> None:
     values["engine"]["storage"] = [str(directory / "file" / "ssd")]
 
 
+def link_to_itself(values: Values, directory: Path) -> None:
+    (directory / "run").symlink_to("run")
+
+
 def a_model_without_configuration(values: Values, directory: Path) -> None:
     (directory / "model").mkdir()
     values["model"] = {"path": str(directory / "model")}
@@ -118,6 +123,8 @@ def validation_beyond_the_vocabulary(values: Values, directory: Path) -> None:
 
 
 LLAMA = "model.config."
+LONG = "x" * 300
+TOO_LONG = f"could not use {LONG}: File name too long (ENAMETOOLONG): give a shorter one"
 MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
     "typo": (change("training.learning_rat", 1), "unknown key training.learning_rat: did you mean learning_rate?"),
     "typo in the model": (
@@ -182,6 +189,11 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
         "engine.schedule is horizontal, which keeps no layers: set placement.weights_device",
     ),
     "storage": (put_a_file_in_the_way, "file is a file: give another directory"),
+    "link": (link_to_itself, "run', which is a link that leads nowhere: name a folder"),
+    "long output_dir": (change("output_dir", LONG), TOO_LONG),
+    "long storage": (change("engine.storage", LONG), f"could not use {LONG}/greedysnake.manifest: File name too long"),
+    "long data": (change("data.paths", [LONG]), TOO_LONG),
+    "long model": (change("model", {"path": LONG}), TOO_LONG),
     "output_dir of others": (foreign_metrics, "which has a metrics.jsonl but no run.yaml: give another folder"),
     "unknown dtype": (change("engine.dtype", "float8"), "engine.dtype is 'float8': give bfloat16 or float32"),
     "fp16": (change("training.fp16", True), "training.fp16 is true, and float16 needs loss scaling"),
@@ -230,6 +242,60 @@ def test_so_is_a_mistake_in_the_file_or_on_the_command_line(
     code, _, errors = run("train", "missing.yaml" if text is None else "train.yaml", *overrides)
     assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
     assert os.listdir() == ([] if text is None else ["train.yaml"])
+
+
+def test_an_override_may_be_longer_than_a_path(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = run("train", f"output_dir={LONG}")
+    assert (code, errors) == (2, f"greedysnake: {TOO_LONG}\n")
+
+
+def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a folder is that the user may not enter; root may enter all."""
+    stat = Path.stat
+
+    def refuse(path: Path, **options: Any) -> os.stat_result:
+        if folder in path.absolute().parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "engine.storage", "data.paths", "model.path"])
+def test_a_folder_that_may_not_be_entered_is_named(
+    key: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = values_in(tmp_path)
+    if key == "model.path":
+        values["model"] = {}
+    change(key, str(tmp_path / "locked" / "it"))(values, tmp_path)
+    (tmp_path / "train.yaml").write_text(settings.write_yaml(values))
+    lock(tmp_path / "locked", monkeypatch)
+    code, _, errors = run("train", tmp_path / "train.yaml")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert f"could not use {tmp_path / 'locked' / 'it'}" in errors
+    assert "Permission denied (EACCES): change its permissions, or give another" in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_data_that_may_not_be_listed_is_named(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data" / "locked").mkdir(parents=True)
+    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "abc"}\n')
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    config = write_config(tmp_path)
+    monkeypatch.setattr(os, "scandir", refuse)
+    code, _, errors = run("train", config, f"data.paths={tmp_path / 'data'}")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert f"could not use {tmp_path / 'data' / 'locked'}: Permission denied (EACCES)" in errors
 
 
 def test_mistakes_are_found_in_a_process_of_their_own_too(tmp_path: Path) -> None:
@@ -387,6 +453,8 @@ def test_the_exported_model_has_the_loss_that_training_reported(
         (["run", "full"], "OUT is 'full', which exists: name a new or empty folder"),
         (["run", "out", "--dtype", "float8"], "--dtype is 'float8': use bfloat16, float32"),
         (["unsaved", "out"], "RUN is 'unsaved', which has no checkpoint yet"),
+        (["run", LONG], TOO_LONG),
+        ([LONG, "out"], f"could not use {LONG}/run.yaml: File name too long (ENAMETOOLONG)"),
         (["run", "full/file/a/out"], "could not write full/file/a/out: Not a directory (ENOTDIR): a part of the path"),
     ],
 )
@@ -403,6 +471,33 @@ def test_an_export_that_cannot_work_is_one_sentence(
     code, _, errors = run("export", *arguments)
     assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
     assert not Path("out").exists()
+
+
+def test_an_export_to_where_the_user_may_not_go_is_one_sentence(
+    trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock(tmp_path / "locked", monkeypatch)
+    code, _, errors = run("export", trained / "run", tmp_path / "locked" / "out")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert f"could not use {tmp_path / 'locked' / 'out'}: Permission denied (EACCES): change" in errors
+
+
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_a_file_of_a_run_that_may_not_be_read_is_named(
+    command: str, trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_text = Path.read_text
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "run.yaml":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    arguments = [trained / "train.yaml"] if command == "train" else [trained / "run", tmp_path / "out"]
+    code, _, errors = run(command, *arguments)
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert f"could not use {trained / 'run' / 'run.yaml'}: Permission denied (EACCES): change" in errors
 
 
 def test_the_exported_tokenizer_has_the_chat_template_of_the_training(tmp_path: Path, run: Run) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from greedysnake.errors import ConfigError, GreedySnakeError
+from greedysnake.errors import ConfigError, GreedySnakeError, explained
 
 app = typer.Typer(
     name="greedysnake",
@@ -25,7 +25,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command that was asked for. Errors made for people are one sentence and exit code 2."""
     try:
-        app(prog_name="greedysnake")
+        with explained("use"):  # a path that somebody gave: most are looked at without a thought of permissions
+            app(prog_name="greedysnake")
     except GreedySnakeError as error:
         if os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
@@ -38,7 +39,7 @@ def main() -> None:
 
 def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
     """Without a file, the first word is an override already."""
-    if config is not None and "=" in config and not Path(config).exists():
+    if config is not None and "=" in config and not os.path.exists(config):  # also if too long for a path
         return None, [config, *(overrides or [])]
     return config, overrides or []
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from greedysnake import settings
 from greedysnake.data.options import STANDARD_LIBRARY, DataOptions
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, explained
 from greedysnake.learning_rate import DecayShape, LearningRate, ScheduleName
 from greedysnake.placement import Placement, Slots
 from greedysnake.settings import Plain, Size
@@ -320,6 +320,7 @@ class Config:
         return settings.write_yaml({**values, "output_dir": str(Path(self.output_dir).absolute())})
 
 
+@explained("use")
 def load_config(source: str | Path | Mapping[str, Plain] | None = None, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a YAML file or in a mapping, the default one without either, changed by `a.b=c`."""
     if isinstance(source, Mapping):

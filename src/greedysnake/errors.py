@@ -67,26 +67,34 @@ class OpError(GreedySnakeError):
 
 
 @contextmanager
-def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a StorageError that says what was being done, and the next move."""
+def explained(doing: str, path: Path | None = None) -> Iterator[None]:
+    """Turn an OSError inside into a StorageError that says what was being done, and the next move.
+
+    Without `path` it is about the one that the error names; an error that names none stays what it is.
+    """
     try:
         yield
     except OSError as error:
+        where = error.filename if path is None else path
+        if not isinstance(where, str | Path):
+            raise
         name = errno.errorcode.get(error.errno or 0, "unknown")
         move = NEXT_MOVE.get(error.errno or 0)
         raise StorageError(
-            f"could not {doing} {path}: {error.strerror or error} ({name})" + (f": {move}" if move else ""),
-            path=str(path),
+            f"could not {doing} {where}: {error.strerror or error} ({name})" + (f": {move}" if move else ""),
+            path=str(where),
             errno_name=name,
         ) from error
 
 
 NEXT_MOVE = {
     errno.EROFS: "the filesystem is mounted read-only; give a directory that can be written",
-    errno.EACCES: "give a directory that this user can write to",
-    errno.EPERM: "give a directory that this user can write to",
+    errno.EACCES: "change its permissions, or give another that this user may use",
+    errno.EPERM: "change its permissions, or give another that this user may use",
     errno.ENOSPC: "free space there, or give a directory on another drive",
     errno.EDQUOT: "free space there or raise the quota",
     errno.EIO: "the drive reported an error; look at the kernel log (dmesg) before trusting it again",
     errno.ENOTDIR: "a part of the path is a file; give another directory",
+    errno.ENAMETOOLONG: "give a shorter one",
+    errno.ELOOP: "links lead back to themselves; correct them, or give another path",
 }

@@ -13,6 +13,7 @@ from greedysnake.runs import load_run, require_none_lost
 from greedysnake.runtime.opening import holds_checkpoint
 
 
+@explained("use")
 def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
     """Writes model and tokenizer of the run in folder `run` to the new folder `out`; returns the checkpoint's step."""
     if dtype not in DTYPES:

@@ -24,7 +24,7 @@ from greedysnake.data.batches import Batches
 from greedysnake.data.corpus import Progress
 from greedysnake.data.files import find_sources
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
-from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError
+from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError, explained
 from greedysnake.learning_rate import LearningRate
 from greedysnake.models.configuration import make_configuration, read_configuration
 from greedysnake.models.huggingface import CausalLM, load_model
@@ -73,6 +73,7 @@ class Prepared:
         return self.config.training.gradient_accumulation_steps
 
 
+@explained("use")
 def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     """Loads what is needed to check the rest; a ConfigError, PlanError or StorageError says what cannot work.
 
@@ -351,10 +352,10 @@ def _leaving_nothing(cache: Path) -> Iterator[None]:
     made = [path for path in (cache, *cache.parents) if not path.exists()]
     try:
         yield
-    except GreedySnakeError:
+    except (GreedySnakeError, OSError):
         if cache in made:
-            (cache / "lock").unlink(missing_ok=True)
-            with suppress(OSError):  # not empty: something else came there meanwhile
+            with suppress(OSError):  # not empty: something else came there meanwhile; or it could not be made
+                (cache / "lock").unlink(missing_ok=True)
                 for path in made:
                     path.rmdir()
         raise

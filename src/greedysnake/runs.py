@@ -75,8 +75,9 @@ def load_run(directory: Path) -> Run:
 def find_run(config: Config) -> Run | None:
     """The run whose checkpoint is continued; ConfigError when output_dir or storage holds another one."""
     directory, first = Path(config.output_dir), config.storage[0]
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"output_dir is {config.output_dir!r}, which is a file: name a folder")
+    if not directory.is_dir() and os.path.lexists(directory):
+        what = "file" if directory.exists() else "link that leads nowhere"
+        raise ConfigError(f"output_dir is {config.output_dir!r}, which is a {what}: name a folder")
     if config.overwrite_output_dir:
         return None
     if not (directory / RUN).exists():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from greedysnake.data.options import STANDARD_LIBRARY
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, explained
 
 Kind = Literal["jsonl", "json", "parquet", "text", "dataset"]
 
@@ -47,6 +47,7 @@ class Source:
         return f"dataset {[(path.relative_to(self.path).as_posix(), content_digest(path)) for path in files]}"
 
 
+@explained("use")
 def find_sources(key: str, paths: Sequence[str]) -> list[Source]:
     """The files that `paths` stand for, each once, in the order given and sorted within a folder or glob.
 
@@ -118,7 +119,7 @@ def _walk(folder: Path, left_out: frozenset[str]) -> list[Path]:
     """Files below a folder but hidden ones and those in folders of the names left out, sorted by relative path."""
     found: list[Path] = []
     seen: set[str] = set()
-    for where, folders, names in os.walk(folder, followlinks=True):
+    for where, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
         if os.path.realpath(where) in seen:  # by a link that leads back
             folders.clear()
             continue
@@ -126,6 +127,11 @@ def _walk(folder: Path, left_out: frozenset[str]) -> list[Path]:
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         found += [Path(where, name) for name in names if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _fail(error: OSError) -> None:
+    """A folder that cannot be listed would be left out, and nobody would know."""
+    raise error
 
 
 def standard_library_files() -> list[Path]:
