@@ -20,6 +20,7 @@ from greedysnake import agreement, cli, settings
 from greedysnake.config import Config, load_config
 from greedysnake.data.tokenizers import ByteTokenizer
 from greedysnake.preparation import prepare
+from greedysnake.runs import begin_run
 from training import MODEL, metrics_of, values_in, write_config
 
 Values = dict[str, Any]
@@ -498,6 +499,50 @@ def test_a_file_of_a_run_that_may_not_be_read_is_named(
     code, _, errors = run(command, *arguments)
     assert (code, len(errors.splitlines())) == (2, 1)
     assert f"could not use {trained / 'run' / 'run.yaml'}: Permission denied (EACCES): change" in errors
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"model: [", b"- 1\n"])
+def test_a_damaged_file_of_a_run_is_named_and_can_be_replaced(
+    content: bytes, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(trained, tmp_path / "copy")
+    noted = tmp_path / "copy" / "run" / "run.yaml"
+    noted.write_bytes(content)
+    storage = f"engine.storage={noted.parent / 'store'}"
+    for command in (
+        ["train", trained / "train.yaml", f"output_dir={noted.parent}", storage],
+        ["export", noted.parent, tmp_path / "out"],
+    ):
+        code, _, errors = run(*command)
+        assert (code, len(errors.splitlines())) == (2, 1)
+        assert f"{noted} is not what a training wrote there (" in errors
+        assert "copy the YAML file of that training there; the checkpoint" in errors
+    noted.write_bytes((trained / "train.yaml").read_bytes())
+    code, _, errors = run("export", noted.parent, tmp_path / "out")
+    found = re.search(r"if run.yaml was written by hand, add the line (run_id: '[0-9a-f]{32}') to it", errors)
+    assert (code, len(errors.splitlines())) == (2, 1) and found
+    noted.write_text(f"{noted.read_text()}{found[1]}\n")
+    assert run("export", noted.parent, tmp_path / "out")[0] == 0
+
+
+def test_the_file_of_a_run_is_on_the_drive_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(fd: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        fsync(fd)
+
+    def note_replace(old: Path, new: Path) -> None:
+        done.append(f"rename {old.name}")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    begin_run(load_config(write_config(tmp_path)), None)
+    assert done == ["sync run.yaml.new", "rename run.yaml.new", "sync run"]
 
 
 def test_the_exported_tokenizer_has_the_chat_template_of_the_training(tmp_path: Path, run: Run) -> None:

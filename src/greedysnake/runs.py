@@ -13,6 +13,7 @@ from pathlib import Path
 
 from greedysnake import settings
 from greedysnake.config import HAS_CHECKPOINT, RUN_ID, Config, difference
+from greedysnake.data.cache import sync
 from greedysnake.errors import ConfigError, explained
 from greedysnake.runtime.opening import holds_checkpoint, holds_store
 
@@ -37,6 +38,7 @@ class Run:
             raise ConfigError(
                 f"engine.storage: {self.config.storage[0]} holds the checkpoint of another run, which has overwritten "
                 f"that of {self.config.output_dir}: give the output_dir of that run"
+                + ("" if self.run_id else f"; if {RUN} was written by hand, add the line {RUN_ID}: {found!r} to it")
             )
 
 
@@ -51,14 +53,16 @@ def begin_run(config: Config, continued: Run | None) -> Run:
 
 
 def note_run(run: Run) -> None:
-    """Writes run.yaml, which is a configuration as well."""
+    """Writes run.yaml, which is a configuration as well; durable on return."""
     directory = Path(run.config.output_dir)
     new = directory / (RUN + ".new")
     text = run.config.as_yaml() + settings.write_yaml({RUN_ID: run.run_id, HAS_CHECKPOINT: run.has_checkpoint})
     with explained("write", new):
         directory.mkdir(parents=True, exist_ok=True)
         new.write_text(text)
+        sync(new)
         os.replace(new, directory / RUN)
+        sync(directory)
 
 
 def load_run(directory: Path) -> Run:
@@ -66,9 +70,15 @@ def load_run(directory: Path) -> Run:
     path = directory / RUN
     if not path.is_file():
         raise ConfigError(f"{directory} holds no run, there is no {RUN} in it: give the output_dir of a training")
-    values = settings.read_yaml(path.read_text(), str(path))
-    run_id, has_checkpoint = values.pop(RUN_ID, None), values.pop(HAS_CHECKPOINT, False)
-    config = settings.build(Config, {**values, "output_dir": str(directory)})
+    try:
+        values = settings.read_yaml(path.read_text(), str(path))
+        run_id, has_checkpoint = values.pop(RUN_ID, None), values.pop(HAS_CHECKPOINT, False)
+        config = settings.build(Config, {**values, "output_dir": str(directory)})
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not what a training wrote there ({error}): restore it from a copy, or copy the YAML file of "
+            "that training there; the checkpoint, which is in the storage, is not harmed"
+        ) from error
     return Run(config, None if run_id is None else str(run_id), has_checkpoint is True)
 
 

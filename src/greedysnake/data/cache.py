@@ -66,16 +66,17 @@ def _build(folder: Path, build: Callable[[Path], Meta]) -> Meta:
         sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         (partial / META).write_text(json.dumps({"sizes": sizes, "meta": meta}), encoding="utf-8")
         for path in (*partial.iterdir(), partial):
-            _sync(path)
+            sync(path)
         partial.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return meta
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """What was written to a file, or the names in a folder, are on the drive on return."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
