@@ -339,6 +339,19 @@ def test_directories_in_another_order_are_refused_by_name(tmp_path: Path, run: R
     assert run("train", path, f"engine.storage=[{one},{two}]", "training.max_steps=2")[0] == 0
 
 
+@pytest.mark.parametrize("command", ["train", "export"])
+def test_a_drive_that_is_not_mounted_is_named_and_nothing_is_put_there(command: str, tmp_path: Path, run: Run) -> None:
+    path = write_config(tmp_path, max_steps=1, warmup_steps=0)
+    one, two = tmp_path / "one", tmp_path / "two"
+    train = ["train", path, f"engine.storage=[{one},{two}]"]
+    assert run(*train)[0] == 0
+    two.rename(tmp_path / "elsewhere")
+    code, _, errors = run(*train if command == "train" else ["export", tmp_path / "run", tmp_path / "out"])
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert re.search(f"{two} (has nothing of the run in .*: mount the|holds no checkpoint .* mount its) drive", errors)
+    assert not two.exists() and not (tmp_path / "out").exists()
+
+
 def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
     path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
     killed = "import os, sys; from greedysnake import cli, trainer; trainer._Training._save = lambda self: os._exit(9)"

@@ -101,11 +101,7 @@ def find_run(config: Config) -> Run | None:
                 f"output_dir is {config.output_dir!r}, which has a {METRICS} but no {RUN}: give another folder"
             )
         return None
-    if not holds_store(first):  # a drive that is not mounted, or another list of them
-        raise ConfigError(
-            f"engine.storage: {first} has nothing of the run in {config.output_dir}: mount the drive, give the "
-            "directories of that run, or set overwrite_output_dir=true to discard it"
-        )
+    require_store(config, first)
     run = load_run(directory)
     if not holds_checkpoint(first):
         require_first(config)
@@ -117,7 +113,18 @@ def find_run(config: Config) -> Run | None:
             f"output_dir is {config.output_dir!r}, which holds another run: {changed}: give another folder, "
             "the same settings, or overwrite_output_dir=true to discard that run"
         )
+    for other in config.storage[1:]:
+        require_store(config, other)
     return run
+
+
+def require_store(config: Config, directory: Path) -> None:
+    """ConfigError where a drive is not mounted, or where another list of them is given."""
+    if not holds_store(directory):
+        raise ConfigError(
+            f"engine.storage: {directory} has nothing of the run in {config.output_dir}: mount the drive, give the "
+            "directories of that run, or set overwrite_output_dir=true to discard it"
+        )
 
 
 def require_first(config: Config) -> None:

@@ -104,7 +104,7 @@ class Run:
             self.model, self.published, self.clean = {}, None, True
             return
         assert self.published is not None
-        with pytest.raises(StorageError, match=rf"step {self.step}: pass resume=True .* or overwrite=True"):
+        with pytest.raises(StorageError, match=rf"step {self.step}: continue .* resume=True\), .* overwrite=True"):
             self.open(resume=False)
         self.store = self.open(resume=True)
         assert (self.store.step, self.store.metadata) == (self.step, {"loss": self.step / 3})
@@ -352,6 +352,7 @@ def test_second_process_is_told_who_holds_the_directory(tmp_path: Path, io: IoEn
 
 
 def test_failed_open_gives_the_lock_up(tmp_path: Path, io: IoEngine) -> None:
+    open_store(tmp_path, io).close()
     with pytest.raises(StorageError, match="no checkpoint"):
         open_store(tmp_path, io, resume=True)
     open_store(tmp_path, io).close()
@@ -361,7 +362,9 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path: Path, io: IoEngine) ->
     with pytest.raises(StorageError, match=r"holds no checkpoint to resume, it is empty.*resume=False"):
         open_store(tmp_path, io, resume=True)
     open_store(tmp_path, io).close()
-    with pytest.raises(StorageError, match="ended before its first one; start with resume=False"):
+    with pytest.raises(
+        StorageError, match=r"its first one; start anew \(overwrite_output_dir=true; in Python resume=False\)"
+    ):
         open_store(tmp_path, io, resume=True)
 
 
@@ -437,8 +440,14 @@ def test_swapped_directories_are_refused_with_the_right_order(pair: list[Path], 
 def test_missing_directories_are_refused(pair: list[Path], io: IoEngine, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="has 2 directories and 1 were given"):
         resume(pair[:1], io)
-    with pytest.raises(StorageError, match="new holds no checkpoint to resume, it is empty"):
-        resume([pair[0], tmp_path / "new"], io)
+    new = tmp_path / "new"
+    with pytest.raises(StorageError, match="new holds no checkpoint to resume, it is missing: mount its drive"):
+        resume([pair[0], new], io)
+    assert not new.exists()
+    new.mkdir()  # as a place to mount a drive is
+    with pytest.raises(StorageError, match="new holds no checkpoint to resume, it is empty: mount its drive"):
+        resume([pair[0], new], io)
+    assert os.listdir(new) == []
     with pytest.raises(StorageError, match="directory 2 of 2 of another store, which may hold a checkpoint"):
         Store([pair[1]], SPECS, io=io, fingerprint="x")
 

@@ -449,7 +449,9 @@ def test_manifest_torn_at_any_length_is_refused(tmp_path: Path, engine: IoEngine
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(StorageError, match=r"manifest is damaged: .* overwrite=True"):
+        with pytest.raises(
+            StorageError, match=r"manifest is damaged: .* \(overwrite_output_dir=true; in Python overwrite=True\)"
+        ):
             open_store(tmp_path, engine, resume=True)
     with pytest.raises(StorageError, match="manifest is damaged"):
         open_store(tmp_path, engine)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from greedysnake.errors import PlanError, StorageError, explained
-from greedysnake.runtime.manifest import FORMAT, VERSION, check_version
+from greedysnake.runtime.manifest import ANEW, FORMAT, VERSION, check_version
 from greedysnake.sizes import format_size
 
 LOCK = "greedysnake.lock"
@@ -41,11 +41,16 @@ class Identity:
 class StoreDirectory:
     """A directory, created when missing and locked against other processes until `close`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        """With `resume` it must be of a store already: nothing is put where a drive is not mounted."""
         self.path = path
-        with explained("create the directory", path):
-            path.mkdir(parents=True, exist_ok=True)
-        refuse_foreign_files(path)
+        if not resume:
+            with explained("create the directory", path):
+                path.mkdir(parents=True, exist_ok=True)
+        if not resume or self._exists():
+            refuse_foreign_files(path)
+        if resume:
+            self.require_identity()
         self._owner = os.getpid()
         self._lock_fd = _lock(path)
 
@@ -73,6 +78,17 @@ class StoreDirectory:
                 "give another directory, or remove the greedysnake.* files in it by hand",
                 path=str(path),
             ) from error
+
+    def require_identity(self) -> Identity:
+        """StorageError for a directory that is not there, or that no store has claimed yet."""
+        identity = self.identity()
+        if identity is None:
+            raise StorageError(
+                f"{self.path} holds no checkpoint to resume, it is {'empty' if self._exists() else 'missing'}: "
+                f"mount its drive, give the directories of the checkpoint, or {ANEW}",
+                path=str(self.path),
+            )
+        return identity
 
     def claim(self, identity: Identity) -> None:
         """Make this directory part of a store; durable on return."""
@@ -156,6 +172,10 @@ class StoreDirectory:
             finally:
                 os.close(fd)
         self._sync()
+
+    def _exists(self) -> bool:
+        with explained("look at", self.path):
+            return self.path.is_dir()
 
     def _sync(self) -> None:
         with explained("sync the directory", self.path):

@@ -18,6 +18,9 @@ from greedysnake.runtime.layout import ExtentSpec, RunLengths, run_lengths
 
 FORMAT = "greedysnake-store"
 VERSION = 1
+ANEW = "start anew (overwrite_output_dir=true; in Python resume=False)"
+DISCARD = "(overwrite_output_dir=true; in Python overwrite=True)"
+"""For messages: the key of the command line, and the argument of the engine."""
 
 PartRecord = tuple[int, int] | None
 """(slot, CRC32C) of a part at the checkpoint; None when it was never written."""
@@ -49,7 +52,7 @@ class Manifest:
         if checksum != b"%08x\n" % crc32c_of(line):
             raise StorageError(
                 f"{path} is damaged: its checksum does not match its {len(data)} bytes, so the checkpoint "
-                "cannot be trusted: restore the file from a copy, or start anew with overwrite=True",
+                f"cannot be trusted: restore the file from a copy, or start anew {DISCARD}",
                 path=path,
             )
         fields = json.loads(line)

@@ -20,7 +20,7 @@ from greedysnake.runtime.directory import (
     require_space,
 )
 from greedysnake.runtime.layout import ExtentSpec, Layout
-from greedysnake.runtime.manifest import Manifest
+from greedysnake.runtime.manifest import ANEW, DISCARD, Manifest
 
 
 def holds_store(directory: Path) -> bool:
@@ -70,7 +70,7 @@ def resume_store(
         if got < wanted:
             raise StorageError(
                 f"{directory.path / EXTENTS} is truncated: it has {got} bytes, the checkpoint of step "
-                f"{manifest.step} needs {wanted}: restore it from a copy, or start anew with overwrite=True",
+                f"{manifest.step} needs {wanted}: restore it from a copy, or start anew {DISCARD}",
                 path=str(directory.path / EXTENTS),
                 wanted=wanted,
                 got=got,
@@ -157,12 +157,10 @@ def _checkpoint(directories: Sequence[StoreDirectory]) -> Manifest:
     if mixed is not None:
         raise StorageError(
             f"{directories[0].path} cannot be resumed: the run used single_slot and ended after it had begun "
-            f"to overwrite the checkpoint of step {mixed.step} in place, so what is there mixes two steps: "
-            "start anew with resume=False"
+            f"to overwrite the checkpoint of step {mixed.step} in place, so what is there mixes two steps: {ANEW}"
         )
     raise StorageError(
-        f"{directories[0].path} holds no checkpoint to resume: the run ended before its first one; "
-        "start with resume=False"
+        f"{directories[0].path} holds no checkpoint to resume: the run ended before its first one; {ANEW}"
     )
 
 
@@ -173,14 +171,14 @@ def _refuse_to_discard(directories: Sequence[StoreDirectory], identities: Sequen
         manifest = _manifest(directory, MANIFEST)
         if manifest is not None:
             raise StorageError(
-                f"{directory.path} holds the checkpoint of step {manifest.step}: "
-                "pass resume=True to continue from it, or overwrite=True to discard it"
+                f"{directory.path} holds the checkpoint of step {manifest.step}: continue from it (with the output_dir "
+                f"of that run; in Python resume=True), or discard it {DISCARD}"
             )
         if identity and identity.store not in first_of:
             raise StorageError(
                 f"{directory.path} is directory {identity.member + 1} of {identity.num_members} of another "
-                "store, which may hold a checkpoint: give all its directories with resume=True, "
-                "other directories, or overwrite=True to discard it"
+                "store, which may hold a checkpoint: give other directories, all of that store to continue from it (in "
+                f"Python with resume=True), or discard it {DISCARD}"
             )
 
 
@@ -195,15 +193,7 @@ def _reusable_store(identities: Sequence[Identity | None]) -> str | None:
 
 def _one_store(directories: Sequence[StoreDirectory]) -> str:
     """The id of the store whose directories these are, all of them and in order."""
-    known: list[Identity] = []
-    for directory in directories:
-        identity = directory.identity()
-        if identity is None:
-            raise StorageError(
-                f"{directory.path} holds no checkpoint to resume, it is empty: "
-                "give the directories of the checkpoint, or start with resume=False"
-            )
-        known.append(identity)
+    known = [directory.require_identity() for directory in directories]
     store, num_members = known[0].store, known[0].num_members
     for directory, identity in zip(directories, known, strict=True):
         if identity.store != store:

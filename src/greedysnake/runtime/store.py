@@ -114,7 +114,7 @@ class Store:
         """single_slot: the checkpoint has been overwritten in part, and its manifest is marked so."""
         self._broken: str | None = None
         with ExitStack() as undo:
-            self._members = [_enter(StoreDirectory(directory), undo) for directory in self.directories]
+            self._members = [_enter(StoreDirectory(directory, resume=resume), undo) for directory in self.directories]
             if resume:
                 manifest, self._layout = resume_store(self._members, self._layout, self._extents, fingerprint)
                 self._checkpoint, self._store_id = manifest, manifest.store
