@@ -213,6 +213,18 @@ def test_files_that_are_not_text_are_bad_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_json_file_of_one_object_is_told_what_it_should_hold(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"text": "fine"}, indent=2))
+    with pytest.raises(ConfigError) as caught:
+        make_batches(tmp_path / "cache", path)
+    assert str(caught.value).startswith(
+        f"{path}: one object over several lines, where a list of objects or one object per line is expected: fix"
+    )
+    path.write_text(json.dumps({"text": "fine"}))  # in one line it is one row
+    assert texts_of(make_batches(tmp_path / "cache", path)) == ["fine"]
+
+
 def test_empty_files_are_not_rows(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text("")
     (tmp_path / "a.py").write_text("import b\n")

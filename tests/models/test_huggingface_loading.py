@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,26 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     for index in ("[]", '{"weight_map": 3}', '{"weight'):
         (folder / "model.safetensors.index.json").write_text(index)
         assert "is no index of safetensors files" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_whole("llama").save_pretrained(tmp_path, max_shard_size="20KB" if "index" in name else "1GB")
+    method = "read_text" if "index" in name else "open"
+    original = getattr(Path, method)
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:  # root may read all
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, method, refuse)
+    with pytest.raises(
+        gs.StorageError, match=rf"could not read {tmp_path / name}: Permission denied \(EACCES\): change"
+    ):
+        gs.load_model(tmp_path)
 
 
 def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:

@@ -78,15 +78,31 @@ def _json_rows(source: Source) -> Iterator[Row]:
         if source.kind == "json" and _first_byte(file) == b"[":
             yield from _list_rows(source, file.read())
             return
+        is_first = True
         for number, line in enumerate(file, start=1):
             line = line.strip()
             if not line:
                 continue
             where = f"{source.path} line {number}"
             try:
-                yield _checked_row(where, json.loads(line))
+                row = _checked_row(where, json.loads(line))
             except (ValueError, RecursionError) as error:
-                yield Row(where, {}, f"not valid JSON ({_reason(error)})")
+                if source.kind == "json" and is_first and _is_one_object(source):
+                    yield Row(str(source.path), {}, _ONE_OBJECT)
+                    return
+                row = Row(where, {}, f"not valid JSON ({_reason(error)})")
+            is_first = False
+            yield row
+
+
+_ONE_OBJECT = "one object over several lines, where a list of objects or one object per line is expected"
+
+
+def _is_one_object(source: Source) -> bool:
+    try:
+        return isinstance(json.loads(source.path.read_bytes()), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _first_byte(file: Any) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from greedysnake.errors import ConfigError
+from greedysnake.errors import ConfigError, explained
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,7 +83,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
     if (folder / INDEX).is_file():
         try:
-            table = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            with explained("read", folder / INDEX):
+                table = dict(json.loads((folder / INDEX).read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / INDEX} is no index of safetensors files ({error}): fetch it again") from error
         missing = sorted({str(file) for file in table.values() if not (folder / str(file)).is_file()})
@@ -103,6 +104,8 @@ def _whole(path: Path) -> Iterator[None]:
     """What safetensors says of a file that is not what it should be, as one sentence."""
     from safetensors import SafetensorError
 
+    with explained("read", path), path.open("rb"):  # else what safetensors says is no matter of its content
+        pass
     try:
         yield
     except (SafetensorError, OSError) as error:
