@@ -276,7 +276,7 @@ def test_a_folder_that_may_not_be_entered_is_named(
     code, _, errors = run("train", tmp_path / "train.yaml")
     assert (code, len(errors.splitlines())) == (2, 1)
     assert f"could not use {tmp_path / 'locked' / 'it'}" in errors
-    assert "Permission denied (EACCES): change its permissions, or give another" in errors
+    assert "Permission denied (EACCES): change its permissions or those of its folder, or give another" in errors
     assert not (tmp_path / "run").exists()
 
 

@@ -89,12 +89,13 @@ def explained(doing: str, path: Path | None = None) -> Iterator[None]:
 
 NEXT_MOVE = {
     errno.EROFS: "the filesystem is mounted read-only; give a directory that can be written",
-    errno.EACCES: "change its permissions, or give another that this user may use",
-    errno.EPERM: "change its permissions, or give another that this user may use",
+    errno.EACCES: "change its permissions or those of its folder, or give another that this user may use",
+    errno.EPERM: "change its permissions or those of its folder, or give another that this user may use",
     errno.ENOSPC: "free space there, or give a directory on another drive",
     errno.EDQUOT: "free space there or raise the quota",
     errno.EIO: "the drive reported an error; look at the kernel log (dmesg) before trusting it again",
     errno.ENOTDIR: "a part of the path is a file; give another directory",
+    errno.EEXIST: "a file is there, or a link that leads nowhere; give another path",
     errno.ENAMETOOLONG: "give a shorter one",
     errno.ELOOP: "links lead back to themselves; correct them, or give another path",
 }

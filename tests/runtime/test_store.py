@@ -326,6 +326,12 @@ def test_path_that_is_a_file_is_refused(tmp_path: Path, io: IoEngine) -> None:
             open_store(path, io)
 
 
+def test_path_that_is_a_link_to_itself_is_refused(tmp_path: Path, io: IoEngine) -> None:
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(StorageError, match=r"link: File exists \(EEXIST\): a file is there, or a link that leads"):
+        open_store(tmp_path / "link", io)
+
+
 def test_same_directory_twice_is_refused(tmp_path: Path, io: IoEngine) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with pytest.raises(ConfigError, match="given twice"):
