@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "tekken.json"),
 )
 GENERATION_CONFIG = "generation_config.json"
+END = "eos_token_id"
 
 
 class HasParameters(Protocol):
@@ -43,14 +44,21 @@ def export_model(
     *,
     dtype: str = "bfloat16",
     max_shard_bytes: int | str = "5GB",
+    special_tokens: Mapping[str, int | None] | None = None,
 ) -> Path:
     """Writes safetensors files, configuration, generation configuration and, if the model came with them, the
-    tokenizer's files. `out` must not exist or be empty; it appears when everything is written. Returns it."""
+    tokenizer's files. `out` must not exist or be empty; it appears when everything is written. Returns it.
+
+    `special_tokens` are ids of the tokenizer by their names in config.json, such as "eos_token_id". A model that was
+    made from a configuration gets them all. One from a folder keeps its own, and its generation ends at
+    "eos_token_id" as well.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: use 'bfloat16' or 'float32'")
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise StorageError(f"{target} exists and is not empty: give another folder, or remove it", path=str(target))
+    config, generation = _configurations(model, special_tokens or {})
     skeleton = model.skeleton()
     buffers = model.persistent_buffers(skeleton)
     blocks = _blocks(model, skeleton, buffers)
@@ -61,7 +69,11 @@ def export_model(
             _write_weights(
                 engine, model, skeleton, {name: set(block) for name, block in blocks.items()}, buffers, writer
             )
-        _write_rest(model, skeleton, partial, shards, dtype)
+        config.dtype = dtype
+        config.architectures = [type(skeleton).__name__]
+        config.save_pretrained(partial)
+        (partial / GENERATION_CONFIG).write_text(generation, encoding="utf-8")
+        _write_rest(model, partial, shards)
     return target
 
 
@@ -228,21 +240,51 @@ def _require_space(folder: Path, shards: Sequence[_Shard]) -> None:
         )
 
 
-def _write_rest(model: CausalLM, skeleton: nn.Module, folder: Path, shards: Sequence[_Shard], dtype: str) -> None:
-    """Everything but the weights."""
+def _configurations(model: CausalLM, special_tokens: Mapping[str, int | None]) -> tuple[Any, str]:
+    """Hugging Face's configuration, and the text of generation_config.json, which says where generation ends.
+
+    The ids come in here and not when training starts, because many models with a pad_token_id never train the row of
+    that token in their embedding.
+    """
+    from transformers import GenerationConfig
+
+    config = copy.deepcopy(model.config)
+    end = special_tokens.get(END)
+    if model.path is None:
+        for name, token in special_tokens.items():
+            setattr(config, name, token)
+    elif config.eos_token_id is None:
+        config.eos_token_id = end
+    path = None if model.path is None else model.path / GENERATION_CONFIG
+    if path is None or not path.is_file():
+        text = GenerationConfig.from_model_config(config).to_json_string()
+    else:
+        with explained("read", path):
+            text = path.read_text(encoding="utf-8")
+    return config, text if path is None or end is None else _ending_at(end, text, path)
+
+
+def _ending_at(token: int, generation: str, path: Path) -> str:
+    """The text of generation_config.json, with a token among those that end generation."""
+    try:
+        values = json.loads(generation)
+        ends = values.get(END)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is no JSON object: correct or remove it") from error
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if token in known:
+        return generation
+    values[END] = [*known, token] if known else token
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _write_rest(model: CausalLM, folder: Path, shards: Sequence[_Shard]) -> None:
+    """Where tensors are, and the tokenizer."""
     if len(shards) > 1:
         table = {name: shard.name for shard in shards for name in shard.places}
         total = sum(shard.num_bytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.architectures = [type(skeleton).__name__]
-    config.save_pretrained(folder)
-    if model.path is not None and (model.path / GENERATION_CONFIG).is_file():
-        shutil.copyfile(model.path / GENERATION_CONFIG, folder / GENERATION_CONFIG)
-    else:
-        skeleton.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
     for name in TOKENIZER_FILES:
         if model.path is not None and (model.path / name).is_file():
             shutil.copyfile(model.path / name, folder / name)
