@@ -102,3 +102,15 @@ def test_a_damaged_generation_config_is_found_before_anything_is_written(tmp_pat
     with pytest.raises(gs.ConfigError, match=r"generation_config\.json is no JSON object: correct or remove it"):
         trained("a b", tmp_path, path=str(folder))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_from_before_tokens_were_checked_continues_and_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end token beyond the vocabulary changes nothing in training, and is refused in new runs only."""
+    with monkeypatch.context() as patch:
+        patch.setattr("greedysnake.preparation.require_sound", lambda values: None)
+        trained("a b", tmp_path, config=MODEL | {"eos_token_id": 999})
+    config = gs.load_config(tmp_path / "train.yaml", ["training.max_steps=2"])
+    gs.Trainer(config, console=Console(file=io.StringIO())).train()
+    assert export_run(tmp_path / "run", tmp_path / "again") == 2

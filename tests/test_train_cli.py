@@ -126,6 +126,7 @@ def validation_beyond_the_vocabulary(values: Values, directory: Path) -> None:
 LLAMA = "model.config."
 LONG = "x" * 300
 TOO_LONG = f"could not use {LONG}: File name too long (ENAMETOOLONG): give a shorter one"
+SIZE, SHARE = "give a whole number of at least 1", "give a number between 0 and 1"
 MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
     "typo": (change("training.learning_rat", 1), "unknown key training.learning_rat: did you mean learning_rate?"),
     "typo in the model": (
@@ -141,17 +142,41 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
     "no shard": (a_model_without_a_shard, "names model-00001-of-00001.safetensors, which is not in the folder"),
     "wrong model in a folder": (
         a_model_with_wrong_values,
-        "config.json cannot be used: num_attention_heads is 0: give 1",
+        "config.json cannot be used: num_attention_heads is 0: give a whole number of at least 1",
     ),
     "unknown model": (change(LLAMA + "model_type", "lama"), "model.config.model_type is 'lama', which transformers"),
-    "text as a size": (
-        change(LLAMA + "hidden_size", "abc"),
-        "model.config: the llama configuration cannot be used: Field 'hidden_size' expected int, got str",
+    "text as a size": (change(LLAMA + "hidden_size", "abc"), f"{LLAMA}hidden_size is 'abc': {SIZE}"),
+    "text as a switch": (
+        change(LLAMA + "tie_word_embeddings", "abc"),
+        "model.config: the llama configuration cannot be used: Field 'tie_word_embeddings' expected bool, got str",
     ),
     "indivisible": (change(LLAMA + "hidden_size", 63), "(63) is not a multiple of the number of attention heads (4)"),
-    "no heads": (change(LLAMA + "num_attention_heads", 0), "num_attention_heads is 0: give 1 or more"),
-    "no layers": (change(LLAMA + "num_hidden_layers", 0), "num_hidden_layers is 0: give 1 or more"),
-    "no positions": (change(LLAMA + "max_position_embeddings", 0), "max_position_embeddings is 0: give 1 or more"),
+    "no heads": (change(LLAMA + "num_attention_heads", 0), f"{LLAMA}num_attention_heads is 0: {SIZE}"),
+    "no key heads": (change(LLAMA + "num_key_value_heads", 0), f"{LLAMA}num_key_value_heads is 0: {SIZE}"),
+    "no layers": (change(LLAMA + "num_hidden_layers", 0), f"{LLAMA}num_hidden_layers is 0: {SIZE}"),
+    "no positions": (change(LLAMA + "max_position_embeddings", 0), f"{LLAMA}max_position_embeddings is 0: {SIZE}"),
+    "no vocabulary": (change(LLAMA + "vocab_size", 0), f"{LLAMA}vocab_size is 0: {SIZE}"),
+    "no width": (change(LLAMA + "hidden_size", 0), f"{LLAMA}hidden_size is 0: {SIZE}"),
+    "negative width": (change(LLAMA + "hidden_size", -32), f"{LLAMA}hidden_size is -32: {SIZE}"),
+    "no inner width": (change(LLAMA + "intermediate_size", 0), f"{LLAMA}intermediate_size is 0: {SIZE}"),
+    "no width by a name of its own": (
+        change("model.config", {"model_type": "gpt2", "n_embd": 0}),
+        f"{LLAMA}n_embd is 0: {SIZE}",
+    ),
+    "unknown activation": (change(LLAMA + "hidden_act", "foo"), f"{LLAMA}hidden_act is 'foo': give one of gelu, "),
+    "too much dropout": (change(LLAMA + "attention_dropout", 5), f"{LLAMA}attention_dropout is 5: {SHARE}"),
+    "too much dropout by another name": (
+        change("model.config", {"model_type": "gpt2", "embd_pdrop": -0.5}),
+        f"{LLAMA}embd_pdrop is -0.5: {SHARE}",
+    ),
+    "padding beyond the vocabulary": (
+        change(LLAMA + "pad_token_id", 999),
+        f"{LLAMA}pad_token_id is 999: the vocabulary has 264 tokens, give 0 to 263",
+    ),
+    "one of several ends beyond the vocabulary": (
+        change(LLAMA + "eos_token_id", [2, 264]),
+        f"{LLAMA}eos_token_id is [2, 264]: the vocabulary has 264 tokens, give 0 to 263",
+    ),
     "unknown dtype of the model": (change(LLAMA + "dtype", "foo"), "cannot be used: AttributeError: module 'torch'"),
     "labels": (change(LLAMA + "id2label", "x"), "cannot be used: AttributeError: 'str' object has no attribute"),
     "heads that do not fit": (

@@ -32,8 +32,8 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
     tokenizer: Any = load_tokenizer(config.tokenizer)
     with explained("read", Path(config.data.chat_template)):
         template = Path(config.data.chat_template).read_bytes() if config.data.chat_template else b""
-    model = make_model(config, model_configuration(config))
-    tokens = _special_tokens(config, tokenizer, model.config.vocab_size)
+    model = make_model(config, model_configuration(config, is_new=False))
+    tokens = _special_tokens(config, tokenizer, model.config.get_text_config().vocab_size)
     with open_engine(config, model, device="cpu", ram=ram_budget(config), resume=True) as engine:
         noted.require_own(engine.metadata)
         export_model(engine, model, out, dtype=dtype, special_tokens=tokens)

@@ -26,7 +26,7 @@ from greedysnake.data.files import find_sources
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
 from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError, explained
 from greedysnake.learning_rate import LearningRate
-from greedysnake.models.configuration import make_configuration, read_configuration
+from greedysnake.models.configuration import make_configuration, read_configuration, require_sound
 from greedysnake.models.huggingface import CausalLM, load_model
 from greedysnake.models.loading import has_weights
 from greedysnake.models.sequential import Model
@@ -84,7 +84,7 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
         require_trackers(config.training.report_to)
     device = choose_device(config.engine.device)
     _require_compiler(config, device)
-    model_config = model_configuration(config)
+    model_config = model_configuration(config, is_new=run is None)
     _require_positions(config, model_config)
     if run is None:  # else the values come from the checkpoint
         _require_weights(config)
@@ -187,8 +187,11 @@ def _require_compiler(config: Config, device: str) -> None:
         raise ConfigError(f"engine.compile is true, and this machine lacks {missing}: install it, or use false")
 
 
-def model_configuration(config: Config) -> Any:
-    """transformers' configuration of the model; unknown keys are refused, which transformers itself does not do."""
+def model_configuration(config: Config, *, is_new: bool = True) -> Any:
+    """transformers' configuration of the model; unknown keys are refused, which transformers itself does not do.
+
+    Values are not judged again for a run that has begun: it may have an end token beyond its vocabulary, say.
+    """
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
@@ -205,6 +208,9 @@ def model_configuration(config: Config) -> Any:
     for key in values:
         if key not in known:
             raise ConfigError(settings.unknown_key(str(key), sorted(known), "model.config"))
+    if is_new:
+        with _key("model.config."):
+            require_sound(values)
     with _key("model.config: "):
         return make_configuration(values)
 

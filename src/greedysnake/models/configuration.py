@@ -14,8 +14,12 @@ from typing import Any
 from greedysnake.errors import ConfigError
 
 MAX_MESSAGE = 300
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
+)
 """What every model divides by or makes something of; 0 shows as an error far from its cause."""
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "mamba_hidden_act")
 
 
 def read_configuration(folder: Path) -> Any:
@@ -45,6 +49,51 @@ def make_configuration(values: Mapping[str, Any]) -> Any:
         raise ConfigError(f"the {kind} configuration cannot be used: {_reason(error, values)}") from error
 
 
+def require_sound(values: Mapping[str, Any]) -> None:
+    """ConfigError, beginning with the key, for a value that no model can have; asks before transformers does."""
+    problem = _problem(values)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _problem(values: Mapping[str, Any]) -> str | None:
+    from transformers import CONFIG_MAPPING
+    from transformers.activations import ACT2FN
+
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return None
+    own_names = CONFIG_MAPPING[kind].attribute_map  # GPT-2's hidden_size is n_embd
+    sizes = {*SIZES, *(own_names[name] for name in SIZES if name in own_names)}
+    for key, value in values.items():
+        if value is None:
+            continue
+        if key in sizes and not isinstance(value, list) and not _is_size(value):  # a list has one for every layer
+            return f"{key} is {value!r}: give a whole number of at least 1"
+        if ("dropout" in key or key.endswith("pdrop")) and not _is_share(value):
+            return f"{key} is {value!r}: give a number between 0 and 1"
+        if key in ACTIVATIONS and value not in list(ACT2FN):
+            return f"{key} is {value!r}: give one of {', '.join(sorted(ACT2FN))}"
+    num_tokens = values.get("vocab_size", getattr(CONFIG_MAPPING[kind], "vocab_size", None))
+    for key, value in values.items() if _is_size(num_tokens) else ():
+        tokens = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and any(_is_beyond(token, num_tokens) for token in tokens):
+            return f"{key} is {value!r}: the vocabulary has {num_tokens} tokens, give 0 to {num_tokens - 1}"
+    return None
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _is_beyond(token: object, num_tokens: int) -> bool:
+    return isinstance(token, int) and not -1 <= token < num_tokens  # -1 stands for none in some models
+
+
 def _refusals() -> tuple[type[Exception], ...]:
     """What transformers raises on values that it cannot use."""
     from huggingface_hub.errors import StrictDataclassError
@@ -55,10 +104,9 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 def _reason(error: Exception, values: Mapping[str, Any]) -> str:
     """One line, as short as it can be: Hugging Face's messages go on for paragraphs."""
-    for name in SIZES:
-        value = values.get(name)
-        if isinstance(value, int) and value < 1:
-            return f"{name} is {value}: give 1 or more"
+    problem = _problem(values)
+    if problem is not None:
+        return problem
     from huggingface_hub.errors import StrictDataclassError
 
     text = " ".join(str(error).split())

@@ -17,7 +17,7 @@ from torch import nn
 from greedysnake.errors import ConfigError
 from greedysnake.models.capture import INPUTS, LABELS, Frame
 from greedysnake.models.check import check_model
-from greedysnake.models.configuration import make_configuration, read_configuration
+from greedysnake.models.configuration import make_configuration, read_configuration, require_sound
 from greedysnake.models.loading import Files, Materializer, Weights, has_weights
 from greedysnake.models.loss import CHUNK_TOKENS, IGNORED
 from greedysnake.models.sequential import Batch, BlockSource
@@ -223,6 +223,7 @@ def _find(source: Any) -> tuple[Path | None, Any]:
     if isinstance(source, PretrainedConfig):
         return None, copy.deepcopy(source)
     if isinstance(source, Mapping):
+        require_sound(source)
         return None, make_configuration(source)
     path = Path(source)
     if not path.is_dir():
