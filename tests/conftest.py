@@ -2,7 +2,10 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -28,3 +31,31 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process; returns its exit code, and what it printed to both ends."""
+    from greedysnake import cli
+
+    def run_command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["greedysnake", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return run_command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run to copy, with the configuration that made it."""
+    from training import write_config
+
+    directory = tmp_path_factory.mktemp("trained")
+    command = [sys.executable, "-m", "greedysnake", "train", str(write_config(directory, eval_steps=8))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return directory

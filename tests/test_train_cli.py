@@ -16,34 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from greedysnake import agreement, cli, settings
+from greedysnake import agreement, settings
 from greedysnake.config import Config, load_config
 from greedysnake.data.tokenizers import ByteTokenizer
 from greedysnake.preparation import prepare
-from greedysnake.runs import begin_run
-from training import MODEL, metrics_of, values_in, write_config
+from training import MODEL, Run, everything_in, lock, metrics_of, values_in, write_config
 
 Values = dict[str, Any]
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process; returns its exit code, and what it printed to both ends."""
-
-    def run_command(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["greedysnake", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(caught.value.code or 0), printed.out, printed.err
-
-    return run_command
-
-
-def everything_in(directory: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(directory.rglob("*"))}
 
 
 def change(key: str, value: Any) -> Callable[[Values, Path], None]:
@@ -276,18 +255,6 @@ def test_an_override_may_be_longer_than_a_path(tmp_path: Path, run: Run, monkeyp
     assert (code, errors) == (2, f"greedysnake: {TOO_LONG}\n")
 
 
-def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a folder is that the user may not enter; root may enter all."""
-    stat = Path.stat
-
-    def refuse(path: Path, **options: Any) -> os.stat_result:
-        if folder in path.absolute().parents:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", refuse)
-
-
 @pytest.mark.parametrize("key", ["output_dir", "engine.storage", "data.paths", "model.path"])
 def test_a_folder_that_may_not_be_entered_is_named(
     key: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
@@ -329,129 +296,6 @@ def test_mistakes_are_found_in_a_process_of_their_own_too(tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "greedysnake: training.learning_rate is -1.0: give 0 or more\n")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to copy, with the configuration that made it."""
-    directory = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, "-m", "greedysnake", "train", str(write_config(directory, eval_steps=8))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return directory
-
-
-def test_another_run_in_the_output_dir_is_left_alone(trained: Path, run: Run) -> None:
-    before = everything_in(trained)
-    code, _, errors = run("train", trained / "train.yaml", "training.seed=7")
-    assert code == 2 and "which holds another run: training.seed was 1 and is 7: give another folder" in errors
-    assert everything_in(trained) == before
-
-
-def test_a_run_whose_storage_is_not_there_does_not_begin_anew(trained: Path, tmp_path: Path, run: Run) -> None:
-    before = everything_in(trained)
-    code, _, errors = run("train", trained / "train.yaml", f"engine.storage={tmp_path / 'unmounted'}")
-    assert code == 2 and f"engine.storage: {tmp_path / 'unmounted'} has nothing of the run in" in errors
-    assert everything_in(trained) == before and not (tmp_path / "unmounted").exists()
-
-
-def test_directories_in_another_order_are_refused_by_name(tmp_path: Path, run: Run) -> None:
-    path = write_config(tmp_path, max_steps=1, warmup_steps=0)
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert run("train", path, f"engine.storage=[{one},{two}]")[0] == 0
-    code, _, errors = run("train", path, f"engine.storage=[{two},{one}]", "training.max_steps=2")
-    assert code == 2 and f"engine.storage: {one} was the first directory of the run in" in errors
-    assert run("train", path, f"engine.storage=[{one},{two}]", "training.max_steps=2")[0] == 0
-
-
-@pytest.mark.parametrize("command", ["train", "export"])
-def test_a_drive_that_is_not_mounted_is_named_and_nothing_is_put_there(command: str, tmp_path: Path, run: Run) -> None:
-    path = write_config(tmp_path, max_steps=1, warmup_steps=0)
-    one, two = tmp_path / "one", tmp_path / "two"
-    train = ["train", path, f"engine.storage=[{one},{two}]"]
-    assert run(*train)[0] == 0
-    two.rename(tmp_path / "elsewhere")
-    code, _, errors = run(*train if command == "train" else ["export", tmp_path / "run", tmp_path / "out"])
-    assert (code, len(errors.splitlines())) == (2, 1)
-    assert re.search(f"{two} (has nothing of the run in .*: mount the|holds no checkpoint .* mount its) drive", errors)
-    assert not two.exists() and not (tmp_path / "out").exists()
-
-
-def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
-    path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
-    killed = "import os, sys; from greedysnake import cli, trainer; trainer._Training._save = lambda self: os._exit(9)"
-    command = [sys.executable, "-c", f"{killed}; sys.argv = ['', 'train', {str(path)!r}]; cli.main()"]
-    assert subprocess.run(command, capture_output=True).returncode == 9
-    assert len(metrics_of(tmp_path / "run")) == 1
-    code, printed, errors = run("train", path, "training.seed=7", "engine.chunk_params=2048", "engine.dtype=bfloat16")
-    assert (code, errors) == (0, "") and "1 of 1 steps done" in printed
-    assert len(metrics_of(tmp_path / "run")) == 1
-
-
-def test_a_checkpoint_of_another_run_in_the_storage_is_left_alone(trained: Path, tmp_path: Path, run: Run) -> None:
-    before = everything_in(trained)
-    overrides = [f"output_dir={tmp_path / 'other'}", f"engine.storage={trained / 'run' / 'store'}"]
-    code, _, errors = run("train", trained / "train.yaml", *overrides)
-    assert code == 2 and "store holds the checkpoint of another run: give other directories" in errors
-    assert everything_in(trained) == before and not (tmp_path / "other").exists()
-
-
-def take_over(trained: Path, tmp_path: Path, run: Run) -> Path:
-    """A copy of the run whose storage another run was given."""
-    shutil.copytree(trained, tmp_path / "copy")
-    values = values_in(tmp_path / "copy", max_steps=1, warmup_steps=0, seed=7)
-    values |= {"output_dir": str(tmp_path / "other"), "overwrite_output_dir": True}
-    values["engine"]["storage"] = [str(tmp_path / "copy" / "run" / "store")]
-    (tmp_path / "other.yaml").write_text(settings.write_yaml(values))
-    assert run("train", tmp_path / "other.yaml")[0] == 0
-    return tmp_path / "copy" / "run"
-
-
-def test_a_run_notices_that_another_has_overwritten_its_checkpoint(trained: Path, tmp_path: Path, run: Run) -> None:
-    taken = take_over(trained, tmp_path, run)
-    sentence = f"store holds the checkpoint of another run, which has overwritten that of {taken}: give the output_dir"
-    code, _, errors = run("export", taken, tmp_path / "out")
-    assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
-    before = everything_in(taken)
-    code, _, errors = run("train", trained / "train.yaml", f"output_dir={taken}", f"engine.storage={taken / 'store'}")
-    assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
-    assert everything_in(taken) == before and not (tmp_path / "out").exists()
-    assert run("export", tmp_path / "other", tmp_path / "out")[0] == 0
-
-
-def test_a_run_without_an_id_continues_and_has_one_from_then_on(trained: Path, tmp_path: Path, run: Run) -> None:
-    """As runs did before there were ids: nothing about it in the folder, nor in the checkpoint."""
-    path = write_config(tmp_path, eval_steps=8)
-    without = "from greedysnake import cli, trainer; save = trainer.Engine.save; trainer.Engine.save = "
-    without += "lambda self, known: save(self, {key: known[key] for key in known if key != 'run_id'})"
-    command = [sys.executable, "-c", f"import sys; {without}; sys.argv = ['', 'train', {str(path)!r}]; cli.main()"]
-    subprocess.run(command, check=True, capture_output=True)
-    noted = tmp_path / "run" / "run.yaml"
-    noted.write_text(re.sub("(run_id|has_checkpoint): .*\n", "", noted.read_text()))
-    assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0
-    for steps in (8, 9, 10):  # nothing to do, then a checkpoint with an id, then the run that both belong to
-        code, printed, _ = run("train", path, f"training.max_steps={steps}")
-        assert code == 0 and f"{steps} of {steps} steps done" in printed
-        assert re.search("run_id: '?[0-9a-f]{32}'?\nhas_checkpoint: true\n$", noted.read_text())
-
-
-def test_a_checkpoint_that_is_gone_is_no_reason_to_begin_anew(trained: Path, tmp_path: Path, run: Run) -> None:
-    shutil.copytree(trained, tmp_path / "copy")
-    directory = tmp_path / "copy" / "run"
-    (directory / "store" / "greedysnake.manifest").unlink()
-    before = everything_in(directory)
-    overrides = [f"output_dir={directory}", f"engine.storage={directory / 'store'}"]
-    for command in (["train", trained / "train.yaml", *overrides], ["export", directory, tmp_path / "out"]):
-        code, _, errors = run(*command)
-        assert (code, len(errors.splitlines())) == (2, 1)
-        assert f"engine.storage: the checkpoint of the run in {directory} is gone from {directory / 'store'}" in errors
-    assert everything_in(directory) == before
-    assert run("train", trained / "train.yaml", *overrides, "overwrite_output_dir=true")[0] == 0
-
-
-def test_the_file_of_a_run_is_a_configuration(trained: Path, tmp_path: Path, run: Run) -> None:
-    code, printed, _ = run("train", trained / "run" / "run.yaml", f"output_dir={tmp_path / 'run'}", "engine.storage=[]")
-    assert code == 0 and "8 of 8 steps done" in printed
 
 
 def held_out_loss(model: Path, config: Config) -> float:
@@ -519,68 +363,6 @@ def test_an_export_to_where_the_user_may_not_go_is_one_sentence(
     code, _, errors = run("export", trained / "run", tmp_path / "locked" / "out")
     assert (code, len(errors.splitlines())) == (2, 1)
     assert f"could not use {tmp_path / 'locked' / 'out'}: Permission denied (EACCES): change" in errors
-
-
-@pytest.mark.parametrize("command", ["train", "export"])
-def test_a_file_of_a_run_that_may_not_be_read_is_named(
-    command: str, trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_text = Path.read_text
-
-    def refuse(path: Path, *arguments: Any, **options: Any) -> str:
-        if path.name == "run.yaml":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return read_text(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "read_text", refuse)
-    arguments = [trained / "train.yaml"] if command == "train" else [trained / "run", tmp_path / "out"]
-    code, _, errors = run(command, *arguments)
-    assert (code, len(errors.splitlines())) == (2, 1)
-    assert f"could not use {trained / 'run' / 'run.yaml'}: Permission denied (EACCES): change" in errors
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"model: [", b"- 1\n"])
-def test_a_damaged_file_of_a_run_is_named_and_can_be_replaced(
-    content: bytes, trained: Path, tmp_path: Path, run: Run
-) -> None:
-    shutil.copytree(trained, tmp_path / "copy")
-    noted = tmp_path / "copy" / "run" / "run.yaml"
-    noted.write_bytes(content)
-    storage = f"engine.storage={noted.parent / 'store'}"
-    for command in (
-        ["train", trained / "train.yaml", f"output_dir={noted.parent}", storage],
-        ["export", noted.parent, tmp_path / "out"],
-    ):
-        code, _, errors = run(*command)
-        assert (code, len(errors.splitlines())) == (2, 1)
-        assert f"{noted} is not what a training wrote there (" in errors
-        assert "copy the YAML file of that training there; the checkpoint" in errors
-    noted.write_bytes((trained / "train.yaml").read_bytes())
-    code, _, errors = run("export", noted.parent, tmp_path / "out")
-    found = re.search(r"if run.yaml was written by hand, add the line (run_id: '[0-9a-f]{32}') to it", errors)
-    assert (code, len(errors.splitlines())) == (2, 1) and found
-    noted.write_text(f"{noted.read_text()}{found[1]}\n")
-    assert run("export", noted.parent, tmp_path / "out")[0] == 0
-
-
-def test_the_file_of_a_run_is_on_the_drive_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-
-    def note_fsync(fd: int) -> None:
-        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
-        fsync(fd)
-
-    def note_replace(old: Path, new: Path) -> None:
-        done.append(f"rename {old.name}")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    begin_run(load_config(write_config(tmp_path)), None)
-    assert done == ["sync run.yaml.new", "rename run.yaml.new", "sync run"]
 
 
 def test_the_exported_tokenizer_has_the_chat_template_of_the_training(tmp_path: Path, run: Run) -> None:

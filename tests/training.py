@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 import greedysnake as gs
 from greedysnake import settings
 from greedysnake.report.progress import Summary
+
+Run = Callable[..., tuple[int, str, str]]
+"""Runs a command; returns its exit code, and what it printed to both ends."""
 
 MODEL = {
     "model_type": "llama",
@@ -84,3 +91,19 @@ def quiet() -> Console:
 
 def train(values: dict[str, Any], console: Console | None = None) -> Summary:
     return gs.Trainer(values, console=console or quiet()).train()
+
+
+def everything_in(directory: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in sorted(directory.rglob("*"))}
+
+
+def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a folder is that the user may not enter; root may enter all."""
+    stat = Path.stat
+
+    def refuse(path: Path, **options: Any) -> os.stat_result:
+        if folder in path.absolute().parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)

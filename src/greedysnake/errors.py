@@ -99,3 +99,7 @@ NEXT_MOVE = {
     errno.ENAMETOOLONG: "give a shorter one",
     errno.ELOOP: "links lead back to themselves; correct them, or give another path",
 }
+
+ANEW = "start anew (overwrite_output_dir=true; in Python resume=False)"
+DISCARD = "(overwrite_output_dir=true; in Python overwrite=True)"
+"""For messages about a checkpoint: the key of the command line, and the argument of the engine."""

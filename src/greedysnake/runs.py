@@ -13,7 +13,7 @@ from pathlib import Path
 
 from greedysnake import settings
 from greedysnake.config import HAS_CHECKPOINT, RUN_ID, Config, difference
-from greedysnake.data.cache import sync
+from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, explained
 from greedysnake.runtime.opening import holds_checkpoint, holds_store
 

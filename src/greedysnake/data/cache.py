@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from greedysnake.durable import sync
 from greedysnake.errors import StorageError
 
 META = "meta.json"
@@ -73,15 +73,6 @@ def _build(folder: Path, build: Callable[[Path], Meta]) -> Meta:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return meta
-
-
-def sync(path: Path) -> None:
-    """What was written to a file, or the names in a folder, are on the drive on return."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from greedysnake.errors import PlanError, StorageError, explained
-from greedysnake.runtime.manifest import ANEW, FORMAT, VERSION, check_version
+from greedysnake.durable import sync
+from greedysnake.errors import ANEW, PlanError, StorageError, explained
+from greedysnake.runtime.manifest import FORMAT, VERSION, check_version
 from greedysnake.sizes import format_size
 
 LOCK = "greedysnake.lock"
@@ -179,11 +180,7 @@ class StoreDirectory:
 
     def _sync(self) -> None:
         with explained("sync the directory", self.path):
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync(self.path)
 
 
 def refuse_foreign_files(path: Path) -> None:

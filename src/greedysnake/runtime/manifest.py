@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from greedysnake import _native
-from greedysnake.errors import ConfigError, StorageError
+from greedysnake.errors import DISCARD, ConfigError, StorageError
 from greedysnake.runtime.layout import ExtentSpec, RunLengths, run_lengths
 
 FORMAT = "greedysnake-store"
 VERSION = 1
-ANEW = "start anew (overwrite_output_dir=true; in Python resume=False)"
-DISCARD = "(overwrite_output_dir=true; in Python overwrite=True)"
-"""For messages: the key of the command line, and the argument of the engine."""
 
 PartRecord = tuple[int, int] | None
 """(slot, CRC32C) of a part at the checkpoint; None when it was never written."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from greedysnake.errors import StorageError, explained
+from greedysnake.errors import ANEW, DISCARD, StorageError, explained
 from greedysnake.runtime.directory import (
     EXTENTS,
     IDENTITY,
@@ -20,7 +20,7 @@ from greedysnake.runtime.directory import (
     require_space,
 )
 from greedysnake.runtime.layout import ExtentSpec, Layout
-from greedysnake.runtime.manifest import ANEW, DISCARD, Manifest
+from greedysnake.runtime.manifest import Manifest
 
 
 def holds_store(directory: Path) -> bool:
