@@ -43,6 +43,20 @@ def test_values_are_those_that_transformers_saved(family: str, tmp_path: Path) -
         assert torch.equal(found[name], value), name
 
 
+def test_one_file_beside_the_index_of_earlier_shards_is_the_one_that_is_read(tmp_path: Path) -> None:
+    """What save_pretrained leaves where a model in shards was before; shards that were copied there stay as well."""
+    make_whole("llama").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    shards = {path: path.read_bytes() for path in (tmp_path / "model").glob("model-*.safetensors")}
+    whole = make_whole("llama")
+    torch.nn.init.ones_(whole.lm_head.weight)
+    whole.save_pretrained(tmp_path / "model")
+    for name in ("without", "with"):
+        found = values_of(gs.load_model(tmp_path / "model"), tmp_path / f"{name} shards")
+        assert torch.equal(found["lm_head.weight"], whole.lm_head.weight)
+        for path, content in shards.items():
+            path.write_bytes(content)
+
+
 def test_files_in_bfloat16_and_without_the_prefix_of_the_model_are_read(tmp_path: Path) -> None:
     """As the first GPT-2 was published: one file, of the model without its head."""
     whole = make_whole("gpt2").to(torch.bfloat16)

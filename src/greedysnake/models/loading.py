@@ -81,7 +81,8 @@ def has_weights(folder: Path) -> bool:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     from safetensors import safe_open
 
-    if (folder / INDEX).is_file():
+    # As in transformers: save_pretrained leaves the index of earlier shards beside the one file that replaces them.
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
             with explained("read", folder / INDEX):
                 table = dict(json.loads((folder / INDEX).read_text())["weight_map"])
