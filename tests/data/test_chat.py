@@ -201,6 +201,20 @@ def test_tool_calls_that_the_template_leaves_out_are_a_bad_row(tmp_path: Path, t
         trained(tmp_path, tokenizer, {"messages": TALK}, {"messages": CALLS})
 
 
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+def test_a_list_of_parts_that_the_template_takes_for_text_is_a_bad_row(tmp_path: Path, template: str) -> None:
+    talk = [TALK[1], {"role": "assistant", "content": [{"type": "text", "text": "a cat."}]}]
+    with pytest.raises(ConfigError, match="line 2: the chat template writes the content of message 2 as the list"):
+        trained(tmp_path, hf_tokenizer(template), {"messages": TALK}, {"messages": talk})
+    knowing = template.replace(
+        "{{ message['content'] }}",
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}",
+    )
+    end = "" if template == MARKED else "\n"
+    assert trained(tmp_path, hf_tokenizer(knowing), {"messages": talk}) == [f"a cat.<|end|>{end}"]
+
+
 def test_keys_that_a_fixed_schema_adds_do_not_reach_the_template(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -43,6 +43,7 @@ class Chat:
         """
         extra = _template_arguments(row)
         self._require_tool_calls(messages, extra)
+        self._require_text_of_parts(messages, extra)
         if self._has_marks(bool(extra.get("tools"))):
             tokens, ignored = self._by_marks(messages, extra, num_prompt or 0)
         else:
@@ -85,6 +86,20 @@ class Chat:
             return
         if is_left_out:
             raise RowError("the chat template leaves out tool_calls (data.chat_template can name one that has them)")
+
+    def _require_text_of_parts(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+        """RowError if the template takes a list of parts for text: the brackets of Python would be trained on."""
+        contents = enumerate(message.get("content") for message in messages)
+        lists = {index: str(content) for index, content in contents if content and isinstance(content, list)}
+        if not lists:
+            return
+        text = self._apply(messages, {**extra, "tokenize": False, "return_dict": False})
+        for index, written in lists.items():
+            if written in str(text):
+                raise RowError(
+                    f"the chat template writes the content of message {index + 1} as the list that it is, brackets "
+                    "included: give its text instead"
+                )
 
     def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any], num_prompt: int) -> Encoded:
         if isinstance(self._tokenizer, ByteTokenizer):
