@@ -92,6 +92,34 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         make_batches(tmp_path / "cache", tmp_path / "broken.parquet")
 
 
+def test_columns_of_parquet_that_nobody_asks_for_are_not_read(tmp_path: Path) -> None:
+    """Nor could they: a time in nanoseconds is no value of Python's."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    times = pyarrow.array([2**62 + 1], pyarrow.timestamp("ns"))
+    parquet.write_table(pyarrow.table({"text": ["one"], "created_at": times}), tmp_path / "a.parquet")
+    assert read(tmp_path, tmp_path / "a.parquet") == ["one"]
+    parquet.write_table(pyarrow.table({"body": ["one"], "created_at": times}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match=r"b.parquet row 1: no column .* \(it has 'body', 'created_at'\)"):
+        read(tmp_path, tmp_path / "b.parquet")
+
+
+def test_parquet_that_is_damaged_inside_is_named(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    no_text = pyarrow.StringArray.from_buffers(1, *pyarrow.array([b"\xff\xfe"]).buffers()[1:])
+    parquet.write_table(pyarrow.table({"text": no_text}), tmp_path / "bytes.parquet")
+    parquet.write_table(pyarrow.table({"text": ["some words"] * 100}), tmp_path / "cut.parquet", compression="none")
+    content = bytearray((tmp_path / "cut.parquet").read_bytes())
+    content[4:40] = bytes(36)
+    (tmp_path / "cut.parquet").write_bytes(content)
+    for name in ("bytes.parquet", "cut.parquet"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be read as parquet .*: write it anew"):
+            read(tmp_path, tmp_path / name)
+
+
 @pytest.mark.parametrize(("package", "file"), [("pyarrow", "x.parquet"), ("datasets", "saved")])
 def test_a_missing_package_is_named(tmp_path: Path, package: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)

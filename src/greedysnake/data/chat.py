@@ -22,6 +22,8 @@ from greedysnake.errors import ConfigError, GreedySnakeError
 
 Encoded = tuple[list[int], list[bool]]
 """Tokens, and for each whether it carries no loss."""
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns of a row that go to the template, besides its messages."""
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

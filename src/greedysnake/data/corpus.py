@@ -80,7 +80,7 @@ def open_corpus(
     def build(folder: Path) -> Meta:
         with _Writer(folder, _token_type(tokenizer)) as writer:
             for source in sources:
-                rows = read_rows(source, text_column=options.text_column)
+                rows = read_rows(source, text_column=options.text_column, columns=encoder.columns)
                 for result in encoder.documents(rows):
                     writer.add(result, options.max_bad_rows)
                     if progress is not None and writer.num_rows % PROGRESS_ROWS == 0:

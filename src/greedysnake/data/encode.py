@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from greedysnake.data.chat import Chat, common_prefix
+from greedysnake.data.chat import TEMPLATE_COLUMNS, Chat, common_prefix
 from greedysnake.data.options import DataOptions
 from greedysnake.data.rows import Row, RowError, check_unicode
 from greedysnake.data.tokenizers import Tokenizer, quietly
@@ -65,9 +65,17 @@ class Encoder:
     @property
     def identity(self) -> str:
         """What, besides rows and tokenizer, decides which documents come out."""
+        return repr((self._options.format, self._columns, self._options.add_eos, self._template))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of a row that are looked at."""
+        return (*self._columns, *TEMPLATE_COLUMNS)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
         options = self._options
-        columns = (options.text_column, options.prompt_column, options.completion_column, options.messages_column)
-        return repr((options.format, columns, options.add_eos, self._template))
+        return (options.text_column, options.prompt_column, options.completion_column, options.messages_column)
 
     def documents(self, rows: Iterable[Row]) -> Iterator[list[Document] | BadRow]:
         """What becomes of each row: one document, of some conversations several, or a bad row."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TextIO
@@ -43,12 +43,15 @@ def check_unicode(text: str, where: str) -> None:
         raise RowError(f"half of a surrogate pair in {where}, which is no character") from None
 
 
-def read_rows(source: Source, *, text_column: str) -> Iterator[Row]:
-    """The rows of a file in its order. A text file is one row, its text under `text_column`."""
+def read_rows(source: Source, *, text_column: str, columns: Collection[str]) -> Iterator[Row]:
+    """The rows of a file in its order. A text file is one row, its text under `text_column`.
+
+    Columns that are not among `columns` may be None instead of what the file has.
+    """
     if source.kind == "text":
         return _text_rows(source, text_column)
     if source.kind == "parquet":
-        return _parquet_rows(source)
+        return _parquet_rows(source, columns)
     if source.kind == "dataset":
         return _dataset_rows(source)
     return _json_rows(source)
@@ -135,7 +138,7 @@ def _checked_row(where: str, value: object) -> Row:
     return Row(where, {}, f"{type(value).__name__}, not an object with columns")
 
 
-def _parquet_rows(source: Source) -> Iterator[Row]:
+def _parquet_rows(source: Source, columns: Collection[str]) -> Iterator[Row]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -143,10 +146,14 @@ def _parquet_rows(source: Source) -> Iterator[Row]:
         raise ConfigError(f"{source.path} needs the package pyarrow: pip install pyarrow") from None
     try:
         with parquet.ParquetFile(source.path) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=PARQUET_ROWS))
-            yield from _numbered(source, chain.from_iterable(batches))
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"{source.path} cannot be read as parquet ({error}): write it anew") from None
+            # Others may be large, or hold what Python has no value for, such as a time in nanoseconds.
+            unread = dict.fromkeys(file.schema_arrow.names)
+            wanted = [name for name in unread if name in columns]
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=wanted))
+            yield from _numbered(source, ({**unread, **row} for row in chain.from_iterable(batches)))
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{source.path} cannot be read as parquet ({reason}): write it anew") from None
 
 
 def _dataset_rows(source: Source) -> Iterator[Row]:
