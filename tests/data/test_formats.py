@@ -73,6 +73,20 @@ def test_the_page_about_a_data_set_is_not_trained_on(tmp_path: Path) -> None:
         make_batches(tmp_path / "cache", tmp_path)
 
 
+def test_no_part_of_the_data_is_left_out_in_silence(tmp_path: Path) -> None:
+    write_rows(tmp_path / "one.jsonl", {"text": "one"})
+    (tmp_path / "model.tar.gz").write_bytes(b"no data by its name")
+    assert read(tmp_path, tmp_path) == ["one"]
+    (tmp_path / "two.jsonl").symlink_to(tmp_path / "gone")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        with pytest.raises(ConfigError, match=r"two.jsonl cannot be read \(.*\): correct the link"):
+            make_batches(tmp_path / "cache", path)
+    (tmp_path / "two.jsonl").unlink()
+    (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}'))
+    with pytest.raises(ConfigError, match=r"two.jsonl.gz is compressed, which is not read: unpack it"):
+        make_batches(tmp_path / "cache", tmp_path)
+
+
 def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", '{"text": "one"}\n'), ("b.json", '[{"text": "two"}]'), ("c.txt", "three")):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")

@@ -70,7 +70,7 @@ def _expand(key: str, name: str) -> Iterator[Source]:
         yield _source(path)
     elif has_magic(name):
         matches = sorted(Path(match) for match in glob(str(path), recursive=True))
-        files = [_source(match) for match in matches if match.is_file()]
+        files = [_source(match) for match in matches if not match.is_dir()]
         if not files:
             raise ConfigError(f"{key}: no file matches {name!r}: check the pattern (relative to {os.getcwd()})")
         yield from files
@@ -95,8 +95,7 @@ def _in_folder(key: str, folder: Path) -> Iterator[Source]:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         yield Source(folder, "dataset")
         return
-    known = TEXT_SUFFIXES | ROW_KINDS.keys()
-    files = [file for file in _walk(folder, frozenset({"__pycache__"})) if file.suffix.lower() in known]
+    files = [file for file in _walk(folder, frozenset({"__pycache__"})) if _is_data(file)]
     if not files:
         raise ConfigError(
             f"{key}: folder {str(folder)!r} has no data files: put .jsonl, .json, .parquet or text files such as .txt "
@@ -113,6 +112,12 @@ def _in_folder(key: str, folder: Path) -> Iterator[Source]:
             f"those to train on by patterns, such as {str(folder / '**' / ('*' + rows[0].suffix))!r}"
         )
     yield from sources
+
+
+def _is_data(file: Path) -> bool:
+    """Whether the name is one of data, packed or not: to leave out those that are would be to train on a part."""
+    last, before = file.suffix.lower(), Path(file.stem).suffix.lower()
+    return (before if last in COMPRESSED else last) in TEXT_SUFFIXES | ROW_KINDS.keys()
 
 
 def _walk(folder: Path, left_out: frozenset[str]) -> list[Path]:
@@ -178,5 +183,7 @@ def content_digest(path: Path) -> str:
                 file.seek((status.st_size - SAMPLE_BYTES) * sample // (NUM_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+        is_dangling = path.is_symlink() and not path.exists()
+        cure = "correct the link, which leads nowhere" if is_dangling else "check its permissions"
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {cure}") from None
     return digest.hexdigest()
