@@ -169,6 +169,19 @@ def test_a_read_only_mount_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
+def test_a_mount_point_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    requires_root()
+    point = tmp_path / os.fsdecode(b"old \xe4")
+    point.mkdir()
+    mount("-t", "tmpfs", "none", str(point))
+    try:
+        drive = look_at_drive(point, phase_s=SHORT_S)
+    finally:
+        subprocess.run(["umount", point], check=True)
+    assert drive.filesystem == "tmpfs"
+
+
+@pytest.mark.root
 def test_a_full_filesystem_is_an_error_and_not_measured(tmp_path: Path) -> None:
     requires_root()
     mkfs = shutil.which("mkfs.ext4", path="/sbin:/usr/sbin:/bin:/usr/bin")

@@ -291,6 +291,29 @@ def test_a_folder_of_data_that_may_not_be_listed_is_named(
     assert f"could not use {tmp_path / 'data' / 'locked'}: Permission denied (EACCES)" in errors
 
 
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "environment", "code", "told"),
+    [
+        ("run", ASCII, 0, "next: greedysnake export"),  # the file has letters of its own
+        ("läufe", {"PYTHONIOENCODING": "ascii"}, 0, r"l\xe4ufe OUT"),
+        ("läufe", ASCII, 2, r"greedysnake: '\xe4' in a path cannot be written in ascii: set LC_ALL=C.UTF-8"),
+    ],
+)
+def test_files_are_utf8_and_a_poor_terminal_ends_nothing(
+    tmp_path: Path, folder: str, environment: dict[str, str], code: int, told: str
+) -> None:
+    path = write_config(tmp_path, max_steps=2, warmup_steps=0)
+    text = path.read_text().replace(str(tmp_path / "run"), str(tmp_path / folder))
+    path.write_text(f"# für später\n{text}", encoding="utf-8")
+    command = [sys.executable, "-m", "greedysnake", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert (done.returncode, told in done.stdout + done.stderr) == (code, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_mistakes_are_found_in_a_process_of_their_own_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "greedysnake", "train", "training.learning_rate=-1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

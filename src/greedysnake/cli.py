@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -24,6 +25,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command that was asked for. Errors made for people are one sentence and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A letter that the terminal does not have is no reason to end a training.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with explained("use"):  # a path that somebody gave: most are looked at without a thought of permissions
             app(prog_name="greedysnake")
@@ -31,6 +35,11 @@ def main() -> None:
         if os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
         sys.exit(_complain(str(error)))
+    except UnicodeEncodeError as error:
+        if error.encoding == "utf-8" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
+            raise
+        letters = error.object[error.start : error.end]
+        sys.exit(_complain(f"{letters!r} in a path cannot be written in {error.encoding}: set LC_ALL=C.UTF-8"))
     except ModuleNotFoundError as error:
         if error.name != "greedysnake._native" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
@@ -81,7 +90,7 @@ def init(
     from greedysnake.report.configuration_text import commented_yaml
 
     try:
-        with path.open("x") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(commented_yaml())
     except FileExistsError:
         raise ConfigError(f"{path} exists: give another name, or remove it") from None

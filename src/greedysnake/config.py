@@ -326,7 +326,7 @@ def load_config(source: str | Path | Mapping[str, Plain] | None = None, override
     if isinstance(source, Mapping):
         values = dict(source)
     else:
-        values = settings.read_yaml(_text_of(Path(source)) if source else DEFAULT.read_text(), str(source or DEFAULT))
+        values = settings.read_yaml(_text_of(Path(source) if source else DEFAULT), str(source or DEFAULT))
     values = {key: value for key, value in values.items() if key not in (RUN_ID, HAS_CHECKPOINT)}
     settings.override(values, overrides)
     config = _with_home(settings.build(Config, values))
@@ -374,7 +374,7 @@ _SCHEDULER_KEYS = {
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: greedysnake init {path} writes one to start from") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -59,7 +59,7 @@ def note_run(run: Run) -> None:
     text = run.config.as_yaml() + settings.write_yaml({RUN_ID: run.run_id, HAS_CHECKPOINT: run.has_checkpoint})
     with explained("write", new):
         directory.mkdir(parents=True, exist_ok=True)
-        new.write_text(text)
+        new.write_text(text, encoding="utf-8")
         sync(new)
         os.replace(new, directory / RUN)
         sync(directory)
@@ -71,7 +71,7 @@ def load_run(directory: Path) -> Run:
     if not path.is_file():
         raise ConfigError(f"{directory} holds no run, there is no {RUN} in it: give the output_dir of a training")
     try:
-        values = settings.read_yaml(path.read_text(), str(path))
+        values = settings.read_yaml(path.read_text(encoding="utf-8"), str(path))
         run_id, has_checkpoint = values.pop(RUN_ID, None), values.pop(HAS_CHECKPOINT, False)
         config = settings.build(Config, {**values, "output_dir": str(directory)})
     except (ConfigError, UnicodeDecodeError) as error:

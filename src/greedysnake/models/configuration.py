@@ -119,7 +119,7 @@ def _reason(error: Exception, values: Mapping[str, Any]) -> str:
 
 def _values_in(path: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

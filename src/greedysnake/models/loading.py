@@ -85,7 +85,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         try:
             with explained("read", folder / INDEX):
-                table = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+                table = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{folder / INDEX} is no index of safetensors files ({error}): fetch it again") from error
         missing = sorted({str(file) for file in table.values() if not (folder / str(file)).is_file()})

@@ -183,7 +183,7 @@ def _mount(directory: Path) -> tuple[str | None, str | None]:
     """(type, mount point) of the filesystem that holds a directory; of two on one mount point the later counts."""
     real = directory.resolve()
     found: tuple[str | None, str | None] = (None, None)
-    for line in Path("/proc/self/mounts").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
         _, raw_point, filesystem, *_ = line.split(" ")
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), raw_point)
         if real.is_relative_to(point) and len(point) >= len(found[1] or ""):
