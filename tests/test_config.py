@@ -74,6 +74,18 @@ def test_overrides_reach_any_depth_and_make_sections_that_are_not_there() -> Non
     assert config.data.paths == ("a.txt",) and config.engine.storage == ("x", "y")
 
 
+def test_overrides_leave_the_mapping_of_the_caller_alone() -> None:
+    values: dict[str, Any] = {
+        "output_dir": "run",
+        "model": {"config": {"model_type": "llama"}, "tokenizer": "bytes"},
+        "data": {},
+        "training": {"max_steps": 3},
+    }
+    assert load_config(values, ["training.max_steps=9", "model.config.hidden_size=8"]).training.max_steps == 9
+    assert values["training"] == {"max_steps": 3} and values["model"]["config"] == {"model_type": "llama"}
+    assert load_config(values).training.max_steps == 3
+
+
 def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
     config = load_config(None, [f"output_dir={tmp_path}", f"engine.storage={tmp_path / 'ssd'}"])
     (tmp_path / "again.yaml").write_text(config.as_yaml())

@@ -5,6 +5,7 @@ Fields have transformers' names where transformers has them. docs/configuration.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -324,7 +325,7 @@ class Config:
 def load_config(source: str | Path | Mapping[str, Plain] | None = None, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a YAML file or in a mapping, the default one without either, changed by `a.b=c`."""
     if isinstance(source, Mapping):
-        values = dict(source)
+        values = copy.deepcopy(dict(source))  # the overrides are not the caller's
     else:
         values = settings.read_yaml(_text_of(Path(source) if source else DEFAULT), str(source or DEFAULT))
     values = {key: value for key, value in values.items() if key not in (RUN_ID, HAS_CHECKPOINT)}
