@@ -44,8 +44,8 @@ class Files:
         with safe_open(self._file_of[name], framework="pt", backend="pread") as file:
             return torch.Size(file.get_slice(name).get_shape())
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Of all tensors, opening each file once."""
+    def shapes_and_dtypes(self) -> dict[str, tuple[torch.Size, str]]:
+        """Of all tensors, opening each file once; dtypes by the names that safetensors has, such as BF16."""
         from safetensors import safe_open
 
         names_in = defaultdict(list)
@@ -54,7 +54,8 @@ class Files:
         found = {}
         for path, names in names_in.items():
             with _whole(path), safe_open(path, framework="pt", backend="pread") as file:
-                found.update({name: torch.Size(file.get_slice(name).get_shape()) for name in names})
+                slices = {name: file.get_slice(name) for name in names}
+                found.update({name: (torch.Size(one.get_shape()), one.get_dtype()) for name, one in slices.items()})
         return found
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
@@ -129,17 +130,23 @@ class Weights:
 
     def check(self) -> None:
         """ConfigError unless the files have every parameter, in the shape it should have."""
-        shapes = self._files.shapes()
+        stored = self._files.shapes_and_dtypes()
         covered: set[str] = set()
         for conversions in self._conversions.values():
             for name, conversion in conversions.items():
                 targets = _targets(name, conversion)
                 covered |= targets
                 sources = [source for found in conversion.layer_targets.values() for source in found]
+                for source in sources:
+                    if not stored[source][1].startswith(("F", "BF")):
+                        raise ConfigError(
+                            f"{source} in {self._files.folder} is of whole numbers ({stored[source][1]}), so the model "
+                            "is quantized: give one with full weights"
+                        )
                 is_renaming = len(sources) == 1 and not hasattr(conversion, "operations")
-                if is_renaming and shapes[sources[0]] != self._wanted[name]:
+                if is_renaming and stored[sources[0]][0] != self._wanted[name]:
                     raise ConfigError(
-                        f"{sources[0]} in {self._files.folder} is {tuple(shapes[sources[0]])}, the model's "
+                        f"{sources[0]} in {self._files.folder} is {tuple(stored[sources[0]][0])}, the model's "
                         f"configuration asks for {tuple(self._wanted[name])}: the two do not belong together"
                     )
         missing = [name for name in self._wanted if not covered & self._aliases[name]]
