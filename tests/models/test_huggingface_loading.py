@@ -226,6 +226,7 @@ def test_a_model_that_blocks_would_not_train_alike_is_refused(monkeypatch: pytes
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     assert "is no folder" in refused(folder)
+    assert "a LlamaForCausalLM was given: give the folder of a model" in refused(make_whole("llama"))
     folder.mkdir()
     assert "has no config.json" in refused(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "new", "auto_map": {"AutoConfig": "new.Config"}}))

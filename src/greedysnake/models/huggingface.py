@@ -225,6 +225,11 @@ def _find(source: Any) -> tuple[Path | None, Any]:
     if isinstance(source, Mapping):
         require_sound(source)
         return None, make_configuration(source)
+    if not isinstance(source, str | PathLike):
+        raise ConfigError(
+            f"a {type(source).__name__} was given: give the folder of a model, or a configuration; a model in memory "
+            "is saved with save_pretrained first"
+        )
     path = Path(source)
     if not path.is_dir():
         raise ConfigError(
