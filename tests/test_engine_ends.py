@@ -299,3 +299,48 @@ def test_interrupt_while_lanes_are_started_leaves_no_thread(monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         Runner(torch.device("cpu"))
     assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize(
+    "call", ["save()", "flush()", "evaluate(make_batches(2, 0))", "step(make_batches(2, 0))", "close()"]
+)
+def test_call_of_a_signal_handler_within_a_step_is_refused(call: str, tmp_path: Path) -> None:
+    """It hung: what it waits for comes from the step that it has interrupted."""
+    script = f"""
+import os, signal
+signal.signal(signal.SIGALRM, lambda *_: engine.{call})
+layer = engine._compute._blocks[2].module
+layer.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGALRM))
+engine.step(make_batches(2, 1))
+"""
+    ended = run_script(script, tmp_path)
+    name = call.split("(")[0]
+    assert f"{name}() was called while step() is under way, by another thread or a signal handler" in ended.stderr
+
+
+def test_call_of_another_thread_within_a_step_is_refused_and_the_step_goes_on(tmp_path: Path) -> None:
+    """A checkpoint that it saved there mixed two steps."""
+    parts = make_parts()
+    refused: list[str] = []
+
+    def call(number: int) -> None:
+        try:
+            [engine.save, engine.close, lambda: dict(engine.named_parameters())][number]()
+        except gs.GreedySnakeError as error:
+            refused.append(str(error))
+
+    def call_elsewhere(*_: object) -> None:
+        for number in range(3):
+            thread = threading.Thread(target=call, args=(number,))
+            thread.start()
+            thread.join()
+
+    hook = parts.layers[1].register_forward_hook(call_elsewhere)
+    with make_engine(parts, tmp_path) as engine:
+        engine.step(make_batches(2, 0))
+        hook.remove()
+        names = [message.split(" was called")[0] for message in refused[:3]]
+        assert names == ["save()", "close()", "named_parameters()"]
+        engine.step(make_batches(2, 1))
+        engine.save()
+        assert engine.num_steps == 2

@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from os import PathLike, getpid
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +54,8 @@ Result = TypeVar("Result")
 class Engine:
     """Trains a model whose weights and optimizer state live on SSD and in RAM.
 
-    One thread calls its methods. After an error in a step the engine is closed; what was saved is intact.
+    One thread calls its methods, one at a time: a call while another is under way, as from a signal handler in a step,
+    is refused. After an error in a step the engine is closed; what was saved is intact.
 
     A parameter that a step does not use has a gradient of zero: its moments and, with weight decay, its values shrink.
     (torch.optim.AdamW leaves out a parameter whose `grad` is None.) What is not to change is frozen by
@@ -123,6 +124,8 @@ class Engine:
         self._written_before = 0
         self._metadata: Mapping[str, object] = {}
         self._closed: str | None = None
+        self._calls: list[tuple[object, str]] = []
+        """The one that is under way, and those behind it that are about to be refused."""
         self._owner = getpid()
         precision, ram = PRECISIONS[dtype], parse_size(ram)
         stored = stored_in(Path(storage[0])) if resume else Stored()
@@ -238,24 +241,26 @@ class Engine:
         """One training step over all micro-batches. Late updates and reads for the next step go on after it."""
         rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
         start_s = time.perf_counter()
-        context = self._context(micro_batches, rate, training=True)
-        self._compute.require_trainable()
-        self._collect()
-        with self._random_state_kept():
-            self._call(self._prepare, context, spare=PlanError)
-            return self._call(self._train, context, start_s)
+        with self._alone("step()"):
+            context = self._context(micro_batches, rate, training=True)
+            self._compute.require_trainable()
+            self._collect()
+            with self._random_state_kept():
+                self._call(self._prepare, context, spare=PlanError)
+                return self._call(self._train, context, start_s)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
         """The loss alone, after pending late updates; nothing is trained."""
-        context = self._context(micro_batches, 0.0, training=False)
-        with self._random_state_kept():
-            self._call(self._prepare, context, spare=PlanError)
-            return self._call(self._evaluate, context)
+        with self._alone("evaluate()"):
+            context = self._context(micro_batches, 0.0, training=False)
+            with self._random_state_kept():
+                self._call(self._prepare, context, spare=PlanError)
+                return self._call(self._evaluate, context)
 
     def flush(self) -> None:
         """Finishes pending late updates and waits until nothing is under way."""
-        self._require_open()
-        self._call(self._flush)
+        with self._alone("flush()"):
+            self._call(self._flush)
 
     def save(self, metadata: Mapping[str, object] | None = None) -> None:
         """Publishes a checkpoint in the storage directories; a crash from then on returns to it. `metadata`, plain
@@ -264,42 +269,48 @@ class Engine:
             raise ConfigError("there is no storage directory to save to: give storage=[...] when making the engine")
         if not self._checkpoints:
             raise ConfigError("the engine was made with checkpoints=False, which keeps no room for one: leave it out")
-        self.flush()
-        own = {
-            "num_updates": self._updates.num_updates,
-            "num_skipped": self._num_skipped,
-            "chunk_params": self._chunk_params,
-            "ssd_written_bytes": self.ssd_written_bytes,
-        }
-        try:
-            self._state.write_ram_parts()
-            self._store.publish(self._step, {**own, "user": dict(metadata or {})})
-        except KeyboardInterrupt:
-            # The new checkpoint may be in place without the store knowing it: nothing may be written any more.
-            self._free("KeyboardInterrupt in save()")
-            raise
-        self._metadata = _user_metadata(self._store)
+        with self._alone("save()"):
+            self._call(self._flush)
+            own = {
+                "num_updates": self._updates.num_updates,
+                "num_skipped": self._num_skipped,
+                "chunk_params": self._chunk_params,
+                "ssd_written_bytes": self.ssd_written_bytes,
+            }
+            try:
+                self._state.write_ram_parts()
+                self._store.publish(self._step, {**own, "user": dict(metadata or {})})
+            except KeyboardInterrupt:
+                # The new checkpoint may be in place without the store knowing it: nothing may be written any more.
+                self._free("KeyboardInterrupt in save()")
+                raise
+            self._metadata = _user_metadata(self._store)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 master on the CPU), block by block; one block at a time is in memory."""
         for number in range(len(self._blocks)):
-            self.flush()  # before each block: steps may come in between
-            yield from self._state.parameters_of(number)
+            with self._alone("named_parameters()"):  # for each block: steps may come in between
+                self._call(self._flush)
+                parameters = self._state.parameters_of(number)
+            yield from parameters
 
     def named_moments(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, exp_avg, exp_avg_sq) of every trained parameter, block by block."""
         for number in range(len(self._blocks)):
-            self.flush()
-            yield from self._state.moments_of(number)
+            with self._alone("named_moments()"):
+                self._call(self._flush)
+                moments = self._state.moments_of(number)
+            yield from moments
 
     def close(self) -> None:
         """Ends what is under way, then frees everything. Publishes nothing; calling it again does nothing."""
         if self._closed is not None or getpid() != self._owner:
             return
-        try:
-            self._wait()
-        finally:
-            self._free("it was closed")
+        with self._alone("close()"):
+            try:
+                self._wait()
+            finally:
+                self._free("it was closed")
 
     def __enter__(self) -> Engine:
         return self
@@ -321,7 +332,6 @@ class Engine:
     # Running
 
     def _context(self, micro_batches: Sequence[Batch], lr: float, *, training: bool) -> StepContext:
-        self._require_open()
         torch.clear_autocast_cache()  # in which a parameter stands for the values it had in the step before
         micro_batches = arguments.checked_batches(micro_batches)
         num_targets = arguments.count_targets(self._model, micro_batches)
@@ -390,7 +400,7 @@ class Engine:
             self._num_micro_batches = num_micro_batches
         if self._step_memory is not None and self._step_memory.fits(num_micro_batches, activation_bytes):
             return
-        self.flush()
+        self._call(self._flush)
         if self._step_memory is not None:
             num_micro_batches = max(num_micro_batches, self._step_memory.num_micro_batches)
             activation_bytes = max(activation_bytes, self._step_memory.activation_bytes)
@@ -493,6 +503,26 @@ class Engine:
     def _free(self, why: str) -> None:
         self._closed = why
         self._resources.close()
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Refuses a call of the open engine while another is under way, which a second thread or a signal handler would
+        make: it would hang, or save half a step. A list, not a lock: an interrupt at any place in here leaves it as it
+        was."""
+        self._require_open()
+        call = (object(), name)
+        try:
+            self._calls.append(call)
+            first = self._calls[0]
+            if first is not call:
+                raise GreedySnakeError(
+                    f"{name} was called while {first[1]} is under way, by another thread or a signal handler: call it "
+                    "when that has returned"
+                )
+            yield
+        finally:
+            if call in self._calls:
+                self._calls.remove(call)
 
     def _require_open(self) -> None:
         if getpid() != self._owner:

@@ -109,15 +109,14 @@ class ModelState:
             self._keep_in_ram(number, index, slot)
 
     def parameters_of(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master) of one block, which is read as a whole before the first comes."""
+        """(name, fp32 master) of one block, which is read as a whole before this returns."""
         block = self._blocks[number]
         master = torch.zeros(block.shape.num_params, dtype=torch.float32, device="cpu")
         for index, chunk in enumerate(block.shape.chunks):
             slot = self._load(number, index)
             target = master[chunk.start : chunk.start + chunk.num_params]
             self._join(slot, chunk, target)
-        for place in block.places:
-            yield place.name, master[place.offset : place.end].view(place.shape)
+        return ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
 
     def moments_of(self, number: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, exp_avg, exp_avg_sq) of the trained parameters of one block, likewise."""
@@ -129,10 +128,9 @@ class ModelState:
                 start = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
                 both = slot[start : start + 8 * chunk.num_params].view(torch.float32).view(2, -1)
                 moments[:, chunk.start : chunk.start + chunk.num_params].copy_(both)
-        for place in block.places:
-            if place.trainable:
-                exp_avg, exp_avg_sq = moments[:, place.offset : place.end].clone()
-                yield place.name, exp_avg.view(place.shape), exp_avg_sq.view(place.shape)
+        places = [place for place in block.places if place.trainable]
+        both_of = ((place, moments[:, place.offset : place.end].clone()) for place in places)
+        return ((place.name, both[0].view(place.shape), both[1].view(place.shape)) for place, both in both_of)
 
     def _join(self, slot: torch.Tensor, chunk: Chunk, target: torch.Tensor) -> None:
         precision = self._plan.precision
