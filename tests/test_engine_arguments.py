@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import greedysnake as gs
+from greedysnake import _native
 from reference import OPTIMIZER, Embed, Layer, Parts, make_batches, make_parts, num_targets, train_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,6 +37,11 @@ def make_engine(parts: Parts | gs.Sequential | None = None, **options: Any) -> g
         ({"optimizer": torch.optim.AdamW}, r"optimizer is a type: give a gs\.AdamW"),
         ({"device": "gpu"}, "device is 'gpu': use 'cpu' or 'cuda'"),
         ({"device": 1.5}, "device is 1.5: use 'cpu' or 'cuda'"),
+        ({"num_threads": 0}, "num_threads is 0: give a whole number"),
+        ({"num_threads": 1.5}, "num_threads is 1.5: give a whole number"),
+        ({"cpus": 0}, "cpus is 0: give a list"),
+        ({"cpus": "01"}, "cpus is '01': give a list"),
+        ({"io": {}}, r"io is a dict: give a gs\.IoOptions"),
         ({"seed": None}, "seed is None: give a whole number"),
         ({"chunk_params": 1.5}, "chunk_params is 1.5: give a whole number"),
         ({"storage": 3}, "storage is 3: give a list of directories"),
@@ -58,6 +65,7 @@ def test_an_argument_that_makes_no_sense_is_one_sentence(
     [
         (lambda: gs.AdamW(lr="x"), "lr is 'x': give a number"),  # type: ignore[arg-type]
         (lambda: gs.AdamW(lr=1, betas=0.9), "betas is 0.9: give two numbers"),  # type: ignore[arg-type]
+        (lambda: gs.AdamW(lr=1, betas=("0.9", 0.99)), r"betas\[0\] is '0.9': give a number"),  # type: ignore[arg-type]
         (
             lambda: gs.Sequential(Embed(5, 8), Layer(8, 8), Embed(5, 8), num_targets=num_targets),  # type: ignore[arg-type]
             "layers is a Layer: give a list of modules",
@@ -71,6 +79,29 @@ def test_an_argument_that_makes_no_sense_is_one_sentence(
 def test_so_is_one_of_a_model_or_an_optimizer(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(gs.ConfigError, match=f"^{sentence}"):
         make()
+
+
+def test_a_cpu_that_there_is_not_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(gs.ConfigError, match=r"^cpus is \[99999\]: cannot pin a thread to CPU 99999"):
+        make_engine(storage=[tmp_path], cpus=[99999])
+    make_engine(storage=[tmp_path]).close()  # nothing is left locked
+
+
+@pytest.mark.parametrize("limit", ["lane", "pool"])
+def test_a_limit_on_threads_is_one_sentence(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel says when `ulimit -u`, `ulimit -v` or the pids of a container are used up."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if limit == "lane":
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    else:
+        monkeypatch.setattr(_native, "ThreadPool", refuse)
+    with pytest.raises(gs.GreedySnakeError, match=r"could not start: can't start new thread; .*\(ulimit -a\)$"):
+        make_engine(storage=[tmp_path])
+    monkeypatch.undo()
+    make_engine(storage=[tmp_path]).close()
 
 
 def test_dtype_may_be_that_of_torch(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def check_numbers(alpha: float, max_grad_norm: float | None, chunk_params: int |
         raise ConfigError(f"seed is {seed!r}: give a whole number")
 
 
+def check_threads(num_threads: int | None, cpus: Sequence[int] | None) -> None:
+    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        raise ConfigError(f"num_threads is {num_threads!r}: give a whole number, 1 or more")
+    if cpus is not None and not (isinstance(cpus, Sequence) and all(isinstance(cpu, int) for cpu in cpus)):
+        raise ConfigError(f"cpus is {cpus!r}: give a list of the numbers of CPUs")
+
+
 def checked_dtype(dtype: str | torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in ("float16", "fp16", "half"):

@@ -102,10 +102,12 @@ class Engine:
         suit the budget, or as the checkpoint that is resumed has.
         `decays(name, parameter)` says which parameters weight decay applies to."""
         arguments.check_numbers(alpha, max_grad_norm, chunk_params, seed)
+        arguments.check_threads(num_threads, cpus)
         dtype = arguments.checked_dtype(dtype)
         arguments.checked_kind("optimizer", optimizer, AdamW)
         placement = arguments.checked_kind("placement", placement or Placement(), Placement)
         slots = arguments.checked_kind("slots", slots or Slots(), Slots)
+        io = arguments.checked_kind("io", IoOptions() if io is None else io, IoOptions)
         storage = arguments.checked_storage(storage, resume=resume, checkpoints=checkpoints)
         arguments.check_optimistic(optimistic, schedule, max_grad_norm, storage, single_slot=single_slot)
         write = find_schedule(schedule)
@@ -152,7 +154,7 @@ class Engine:
             self._store: Store | None = None
             self._io: IoEngine | None = None
             if storage:
-                self._io = self._resources.enter_context(IoEngine(**vars(io or IoOptions())))
+                self._io = self._resources.enter_context(IoEngine(**vars(io)))
                 self._store = self._resources.enter_context(
                     Store(
                         storage,
@@ -167,7 +169,7 @@ class Engine:
                         verify_reads=verify_reads,
                     )
                 )
-            self._pool = _native.ThreadPool(num_threads or arguments.default_threads(self.device), cpus)
+            self._pool = _start_pool(num_threads or arguments.default_threads(self.device), cpus)
             self._resources.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
             host = HostMemory(self._arena, self._plan)
@@ -547,6 +549,18 @@ def _free_in_this_process(resources: ExitStack, owner: int) -> None:
     """A forked child has the engine's memory and files, but they are its parent's to free."""
     if getpid() == owner:
         resources.close()
+
+
+def _start_pool(num_threads: int, cpus: Sequence[int] | None) -> _native.ThreadPool:
+    try:
+        return _native.ThreadPool(num_threads, cpus)
+    except ValueError as error:  # a CPU that there is not
+        raise ConfigError(f"cpus is {list(cpus or ())}: {error}") from None
+    except RuntimeError as error:
+        raise GreedySnakeError(
+            f"{num_threads} threads for the optimizer could not start: {error}; lower num_threads, or raise this "
+            "user's limits (ulimit -a)"
+        ) from None
 
 
 def _user_metadata(store: Store) -> Mapping[str, object]:

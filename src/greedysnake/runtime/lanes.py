@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from greedysnake.errors import GreedySnakeError
 from greedysnake.ops import Lane, Op
 from greedysnake.trace import Record
 
@@ -119,7 +120,13 @@ class LaneRunner:
         """Starts the thread that runs what is submitted. Not at the first task: a Ctrl-C then would leave a thread
         that is neither running nor not."""
         thread = threading.Thread(target=self._work, name=f"greedysnake {self.lane.value}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise GreedySnakeError(
+                f"the thread of the {self.lane.value} lane could not start: {error}; raise this user's limits "
+                "(ulimit -a)"
+            ) from None
         self._thread = thread
 
     # Called from any thread

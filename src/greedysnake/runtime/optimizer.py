@@ -44,8 +44,8 @@ class AdamW:
         if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
             raise ConfigError(f"betas is {self.betas}: give two numbers, as in (0.9, 0.999)")
         for i, beta in enumerate(self.betas):
-            if not 0 <= beta < 1:
-                raise ConfigError(f"betas[{i}] is {beta}: give a number from 0 up to, but not including, 1")
+            if not isinstance(beta, Real) or not 0 <= beta < 1:
+                raise ConfigError(f"betas[{i}] is {beta!r}: give a number from 0 up to, but not including, 1")
         if not (math.isfinite(self.eps) and self.eps >= 0):
             raise ConfigError(f"eps is {self.eps}: give a finite number, 0 or more")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
