@@ -294,6 +294,35 @@ def test_step_after_another_choice_of_what_is_trained_is_refused(number: int, me
         engine.step(make_batches(2, 0))
 
 
+def write(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def load(parameter: nn.Parameter) -> None:
+    module = nn.Module()
+    module.weight = parameter
+    module.load_state_dict({"weight": torch.zeros_like(parameter)})
+
+
+@pytest.mark.parametrize("change", [write, nn.init.zeros_, load])
+@pytest.mark.parametrize("tied", [False, True])
+def test_step_after_a_parameter_was_written_to_is_refused_and_nothing_of_it_is_saved(
+    change: Any, tied: bool, tmp_path: Path
+) -> None:
+    """What came of it depended on alpha: on which weights had gone up ahead of the step."""
+    parts = make_parts(tied=tied)
+    with make_engine(parts, tmp_path) as engine:
+        engine.step(make_batches(2, 0))
+        before = {name: values.clone() for name, values in engine.named_parameters()}
+        change(parts.embed.weight)
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(gs.ConfigError, match=r"^embed\.weight was written to after the engine was made"):
+                call(make_batches(2, 1))
+        engine.save()
+        assert all(torch.equal(values, before[name]) for name, values in engine.named_parameters())
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

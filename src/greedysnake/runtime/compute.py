@@ -56,6 +56,8 @@ class Compute:
         """Blocks whose first forward in training is still to come."""
         self._in_eval = [part for module in modules for part in _parts_in_eval(module)]
         """Modules that the user has put into evaluation mode for good, within others that are trained."""
+        self._versions = [{name: part._version for name, part in block.parameters.items()} for block in blocks]
+        """Of the parameters: pointing them elsewhere does not change it, writing to them does."""
 
     def set_training(self, training: bool) -> None:
         for block in self._blocks:
@@ -73,6 +75,17 @@ class Compute:
                     raise ConfigError(
                         f"{place.name} was {was} when the engine was made and is now to be {now}: set requires_grad "
                         "before, and make a new engine to change it"
+                    )
+
+    def require_untouched(self) -> None:
+        """Refuses to go on after someone wrote to a parameter: it shows a device slot, whose values are those of a home
+        elsewhere, and it depends on the plan which steps would see what was written."""
+        for block, versions in zip(self._blocks, self._versions, strict=True):
+            for name, version in versions.items():
+                if block.parameters[name]._version != version:
+                    raise ConfigError(
+                        f"{name} was written to after the engine was made, which keeps its values elsewhere: change "
+                        "modules before, and make a new engine, with resume=True to go on from the last checkpoint"
                     )
 
     def size_of_activation(self, batch: Mapping[str, torch.Tensor]) -> int:

@@ -337,6 +337,7 @@ class Engine:
         torch.clear_autocast_cache()  # in which a parameter stands for the values it had in the step before
         micro_batches = arguments.checked_batches(micro_batches)
         num_targets = arguments.count_targets(self._model, micro_batches)
+        self._compute.require_untouched()
         with torch.inference_mode(False), self._on_compute_stream():
             batches = [arguments.to_device(batch, self.device) for batch in micro_batches]
         return StepContext(
