@@ -25,6 +25,7 @@ from reference import (
     Plain,
     make_batches,
     make_engine,
+    make_factories,
     make_parts,
     train_engine,
     train_reference,
@@ -479,6 +480,13 @@ def test_model_without_trainable_parameters_is_refused_when_the_engine_is_made(o
     parts = make_parts(frozen=["embed", "layers", "head"]) if owns else Parts(Plain(), [], Plain())
     with pytest.raises(gs.PlanError, match="nothing to train"):
         make_engine(parts, placement=IN_RAM)
+
+
+@pytest.mark.parametrize("functions", [False, True])
+def test_module_that_was_made_under_inference_mode_is_refused_in_words(functions: bool) -> None:
+    sentence = r"^embed\.weight was made under torch\.inference_mode"
+    with torch.inference_mode(), pytest.raises(gs.ConfigError, match=sentence):
+        gs.Engine(make_factories() if functions else make_parts().sequential(), OPTIMIZER, ram="64MiB")
 
 
 def test_module_without_values_is_refused_in_words() -> None:

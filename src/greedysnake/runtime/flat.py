@@ -143,6 +143,11 @@ def _lay_out(
     for parameter_name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ConfigError(f"{parameter_name} is {parameter.dtype}: parameters must be floating-point numbers")
+        if parameter.is_inference():
+            raise ConfigError(
+                f"{parameter_name} was made under torch.inference_mode(), so it cannot be trained: make the modules "
+                "outside of it, and the engine that is given functions for them"
+            )
     trainable = {key: value for key, value in parameters.items() if value.requires_grad}
     decaying = [key for key, value in trainable.items() if decays(key, value)]
     others = [key for key in trainable if key not in set(decaying)]
