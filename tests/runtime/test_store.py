@@ -341,6 +341,14 @@ def test_same_directory_twice_is_refused(tmp_path: Path, io: IoEngine) -> None:
             Store(directories, SPECS, io=io, fingerprint="x")
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_directory_within_another_is_refused_before_anything_is_made(order: int, tmp_path: Path, io: IoEngine) -> None:
+    """It worked, and the checkpoint could not be resumed: the inner one is a foreign file in the outer one."""
+    with pytest.raises(ConfigError, match=r"b lies in .*a, which may hold nothing but files of the store"):
+        Store([tmp_path / "a", tmp_path / "a" / "b"][::order], SPECS, io=io, fingerprint="x")
+    assert not list(tmp_path.iterdir())
+
+
 def test_second_process_is_told_who_holds_the_directory(tmp_path: Path, io: IoEngine) -> None:
     command = [sys.executable, store_writer.__file__, str(tmp_path), "--num-steps", "1", "--hold"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import permutations
 from os import path
 from pathlib import Path
 from types import TracebackType
@@ -469,4 +470,10 @@ def _distinct(directories: Sequence[str | Path]) -> tuple[Path, ...]:
     for index, directory in enumerate(real):
         if directory in real[:index]:
             raise ConfigError(f"{absolute[index]} is given twice: a drive holds one directory of a store")
+    for (inner, directory), (outer, around) in permutations(enumerate(real), 2):
+        if Path(directory).is_relative_to(around):
+            raise ConfigError(
+                f"{absolute[inner]} lies in {absolute[outer]}, which may hold nothing but files of the store: give "
+                "directories beside each other"
+            )
     return absolute
