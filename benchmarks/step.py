@@ -4,8 +4,9 @@
 
 Each system runs in a process of its own. The bounds (drive, PCIe, one block's compute) are measured in the same run,
 that of the drives with settings of its own, whatever --io says, but under its rate limits. The figures of a row are
-those of one step, the one in the middle by time. TFLOP/s counts 6 N + attention per token and gives no credit for
-recompute.
+those of one step, the one in the middle by time. TFLOP/s counts 6 N + attention per token (N with the embedding,
+attention as if nothing were masked) and gives no credit for recompute. The compute bound is that of the layers alone,
+as the system computes them: greedysnake leaves the output out of a recompute, the others do not.
 
 What each system keeps: greedysnake bf16 weights with a residual that makes them fp32 in the optimizer, fp32 gradients
 and moments; the pytorch ones weights, gradients and moments in bf16 without an fp32 copy; the zero ones (DeepSpeed)

@@ -57,20 +57,33 @@ def device_bounds(options: argparse.Namespace) -> dict[str, float]:
     return {"pcie_bytes_per_s": pcie, **layer_bounds(options)}
 
 
-def layer_bounds(options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of one compiled layer on one micro-batch: its forward, and its recompute and backward."""
+def layer_bounds(options: argparse.Namespace, device: str = "cuda") -> dict[str, float]:
+    """Seconds of one compiled layer on one micro-batch: its forward, its recompute and backward, and these two without
+    what only the layer's output needs, which greedysnake leaves out: its bound is not that of those who compute it."""
     import torch
+    from torch import nn
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+    from greedysnake.runtime.recompute import Recompute
+
     config = llama_config(options)
-    with torch.device("cuda"):
-        layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.layer(hidden, attention_mask=None, position_embeddings=angles, use_cache=False)  # type: ignore[no-any-return]
+
+    with torch.device(device):
+        layer = Layer()
         rotary = LlamaRotaryEmbedding(config)
         shape = (options.micro_batch, options.sequence, options.hidden)
         hidden = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
         gradient = torch.randn(shape, dtype=torch.bfloat16)
         angles = rotary(hidden, torch.arange(options.sequence)[None])
-    run = torch.compile(lambda x: layer(x, attention_mask=None, position_embeddings=angles, use_cache=False))
+    run, run_lean = torch.compile(layer), torch.compile(Recompute(layer))
     inputs = [hidden, *layer.parameters()]
 
     def forward() -> None:
@@ -80,16 +93,21 @@ def layer_bounds(options: argparse.Namespace) -> dict[str, float]:
     return {
         "layer_forward_s": seconds_of(forward, 10),
         "layer_backward_s": seconds_of(lambda: torch.autograd.grad(run(hidden), inputs, gradient), 10),
+        "layer_lean_backward_s": seconds_of(lambda: torch.autograd.grad(run_lean(hidden, gradient), inputs), 10),
     }
 
 
 def seconds_of(call: Any, repeat: int) -> float:
     import torch
 
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     call()
-    torch.cuda.synchronize()
+    synchronize()
     start_s = time.perf_counter()
     for _ in range(repeat):
         call()
-    torch.cuda.synchronize()
+    synchronize()
     return (time.perf_counter() - start_s) / repeat

@@ -54,9 +54,7 @@ def summarise(name: str, result: dict[str, Any], options: argparse.Namespace, bo
     if pcie_bytes and bounds.get("pcie_bytes_per_s"):
         row["of_pcie_bound"] = pcie_bytes / bounds["pcie_bytes_per_s"] / step_s
     if bounds.get("layer_forward_s"):
-        forwards = options.layers - num_kept_layers(name, options)
-        layers_s = forwards * bounds["layer_forward_s"] + options.layers * bounds["layer_backward_s"]
-        row["layers_alone_s"] = layers_s * options.micro_batches
+        row["layers_alone_s"] = layers_alone_s(name, options, bounds)
         row["of_compute_bound"] = row["layers_alone_s"] / step_s
     return row
 
@@ -65,6 +63,14 @@ def median_step(spans: Sequence[float]) -> int:
     """The index of the step in the middle by time, the slower of two; the first is not counted if there are more."""
     counted = sorted(range(1, len(spans)) or [0], key=lambda step: spans[step])
     return counted[len(counted) // 2]
+
+
+def layers_alone_s(name: str, options: argparse.Namespace, bounds: dict[str, Any]) -> float:
+    """Of a layer that is recomputed, greedysnake computes the output once, the others twice."""
+    kept = num_kept_layers(name, options)
+    backward_s = bounds["layer_lean_backward_s" if name == "greedysnake" else "layer_backward_s"]
+    recomputed_s = (options.layers - kept) * (bounds["layer_forward_s"] + backward_s)
+    return float(options.micro_batches * (recomputed_s + kept * bounds["layer_backward_s"]))
 
 
 def num_kept_layers(name: str, options: argparse.Namespace) -> int:

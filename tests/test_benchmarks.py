@@ -280,12 +280,15 @@ def test_with_alternate_the_drives_around_the_step_speak(tmp_path: Path) -> None
 
 
 def test_fractions_of_pcie_and_compute() -> None:
-    bounds = {"pcie_bytes_per_s": 100.0, "layer_forward_s": 0.1, "layer_backward_s": 0.3}
+    layer = {"layer_forward_s": 0.1, "layer_backward_s": 0.3, "layer_lean_backward_s": 0.25}
+    bounds = {"pcie_bytes_per_s": 100.0, **layer}
     row = step_table.summarise("greedysnake", RESULT, options_of(), bounds)
     assert row["of_pcie_bound"] == pytest.approx(40 / 100.0 / 3.0)
-    assert row["of_compute_bound"] == pytest.approx(2 * 2 * 0.4 / 3.0)  # two layers, two micro-batches
+    assert row["of_compute_bound"] == pytest.approx(2 * 2 * 0.35 / 3.0)  # two layers, two micro-batches
     kept = step_table.summarise("greedysnake", RESULT, options_of("--placement", "graphs_device=0.5"), bounds)
-    assert kept["of_compute_bound"] == pytest.approx(2 * (0.1 + 2 * 0.3) / 3.0)
+    assert kept["of_compute_bound"] == pytest.approx(2 * (0.35 + 0.3) / 3.0)
+    recomputing = step_table.summarise("pytorch", RESULT, options_of(), bounds)
+    assert recomputing["of_compute_bound"] == pytest.approx(2 * 2 * 0.4 / 3.0)
     peer = step_table.summarise("pytorch-no-recompute", RESULT, options_of(), bounds)
     assert peer["of_compute_bound"] == pytest.approx(2 * 2 * 0.3 / 3.0)
 
