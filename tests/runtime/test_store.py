@@ -18,6 +18,7 @@ from store_writer import Buffer, check_step, contents, write_step
 
 import greedysnake.runtime.io as io_module
 from greedysnake.errors import ConfigError, StorageError
+from greedysnake.runtime.directory import EXTENTS
 from greedysnake.runtime.io import IoEngine, io_uring_available
 from greedysnake.runtime.layout import Layout
 from greedysnake.runtime.store import ExtentSpec, Store
@@ -339,6 +340,39 @@ def test_same_directory_twice_is_refused(tmp_path: Path, io: IoEngine) -> None:
     for directories in ([], str(tmp_path)):
         with pytest.raises(ConfigError, match="list of at least one path"):
             Store(directories, SPECS, io=io, fingerprint="x")
+
+
+def test_directory_that_was_removed_in_use_is_not_saved_to_and_a_new_run_there_is_left_alone(
+    tmp_path: Path, io: IoEngine
+) -> None:
+    """The old store published into the new one's directory, over its checkpoint."""
+    old = open_store(tmp_path / "a", io)
+    write_step(old, 1)
+    old.publish(1, {})
+    shutil.rmtree(tmp_path / "a")
+    for make in ((tmp_path / "a").mkdir, lambda: open_store(tmp_path / "a", io)):
+        with pytest.raises(StorageError, match=r"was removed or replaced while it was in use"):
+            old.publish(2, {})
+        found = make()
+    assert isinstance(found, Store)
+    write_step(found, 3)
+    found.publish(3, {})
+    with pytest.raises(StorageError, match=r"was removed or replaced while it was in use"):
+        old.publish(4, {})
+    with pytest.raises(StorageError, match=r"was removed or replaced while it was in use"):
+        old.require_scratch([4096])
+    old.close()
+    found.close()
+    with open_store(tmp_path / "a", io, resume=True) as resumed:
+        assert resumed.step == 3
+
+
+def test_data_that_were_removed_in_use_are_no_checkpoint(tmp_path: Path, io: IoEngine) -> None:
+    with open_store(tmp_path / "a", io) as store:
+        write_step(store, 1)
+        (tmp_path / "a" / EXTENTS).unlink()
+        with pytest.raises(StorageError, match=r"greedysnake\.extents was removed or replaced while it was in use"):
+            store.publish(1, {})
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -91,6 +91,21 @@ class StoreDirectory:
             )
         return identity
 
+    def require_in_place(self, fd: int, name: str) -> None:
+        """StorageError unless `name` is still the file that is open as `fd`. If the directory was removed, another run
+        may have its own there, with a lock of its own."""
+        with explained("look at", self.path / name):
+            try:
+                if os.path.samestat(os.fstat(fd), os.stat(self.path / name)):
+                    return
+            except FileNotFoundError:
+                pass
+        raise StorageError(
+            f"{self.path / name} was removed or replaced while it was in use, so nothing can be saved there any more: "
+            "export what you need from the engine, and start anew in another directory",
+            path=str(self.path / name),
+        )
+
     def claim(self, identity: Identity) -> None:
         """Make this directory part of a store; durable on return."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(identity)}
@@ -107,6 +122,7 @@ class StoreDirectory:
 
     def stage(self, name: str, data: bytes) -> None:
         """Write `data` beside `name`, durably; `rename` then puts it in place."""
+        self._require_own()
         path = self.path / (name + NEW)
         with explained("write", path):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -123,6 +139,7 @@ class StoreDirectory:
 
     def rename(self, old: str, new: str) -> None:
         """Rename one of our files over another, in one step; durable on return."""
+        self._require_own()
         with explained("rename", self.path / old):
             os.rename(self.path / old, self.path / new)
         self._sync()
@@ -130,6 +147,7 @@ class StoreDirectory:
     def remove(self, names: Sequence[str]) -> None:
         """Remove those of our files that exist; durable on return."""
         assert set(names) <= _OURS
+        self._require_own()
         for name in names:
             with explained("remove", self.path / name):
                 (self.path / name).unlink(missing_ok=True)
@@ -145,6 +163,7 @@ class StoreDirectory:
 
     def missing_bytes(self, name: str, num_bytes: int) -> int:
         """How many bytes the filesystem must still find so that `name` has `num_bytes`."""
+        self._require_own()
         with explained("look at", self.path / name):
             try:
                 return max(0, num_bytes - (self.path / name).stat().st_blocks * 512)
@@ -157,6 +176,7 @@ class StoreDirectory:
         path = self.path / name
         if num_bytes == 0 and not path.exists():
             return
+        self._require_own()
         with explained("allocate", path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -173,6 +193,9 @@ class StoreDirectory:
             finally:
                 os.close(fd)
         self._sync()
+
+    def _require_own(self) -> None:
+        self.require_in_place(self._lock_fd, LOCK)
 
     def _exists(self) -> bool:
         with explained("look at", self.path):

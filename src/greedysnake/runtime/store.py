@@ -419,9 +419,10 @@ class Store:
         )
 
     def _sync_data(self) -> None:
-        for file in self._files:
+        for member, file in zip(self._members, self._files, strict=True):
             if file is None:
                 continue
+            member.require_in_place(file.fd, EXTENTS)
             try:
                 file.sync()
             except StorageError as error:
