@@ -482,6 +482,23 @@ def test_model_without_trainable_parameters_is_refused_when_the_engine_is_made(o
         make_engine(parts, placement=IN_RAM)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parameters_that_are_tied_by_their_memory_are_refused_in_words(transposed: bool) -> None:
+    """They were trained apart, where plain PyTorch updates one memory twice."""
+    parts = make_parts(vocab=32)
+    memory = parts.embed.weight.data
+    parts.head.weight.data = memory.t() if transposed else memory
+    with pytest.raises(gs.ConfigError, match=r"^embed\.weight and head\.weight lie in the same memory"):
+        gs.Engine(parts.sequential(), OPTIMIZER, ram="64MiB")
+
+
+def test_parameters_beside_each_other_in_one_memory_are_fine() -> None:
+    parts = make_parts()
+    memory = torch.randn(37, 64)
+    parts.embed.weight.data, parts.head.weight.data = memory.chunk(2, dim=1)
+    gs.Engine(parts.sequential(), OPTIMIZER, ram="64MiB", placement=IN_RAM).close()
+
+
 @pytest.mark.parametrize("functions", [False, True])
 def test_module_that_was_made_under_inference_mode_is_refused_in_words(functions: bool) -> None:
     sentence = r"^embed\.weight was made under torch\.inference_mode"

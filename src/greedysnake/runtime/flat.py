@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +100,7 @@ def survey(model: Model, chunk_params: int, decays: DecayRule, *, needs_values: 
                         "functions that make them"
                     )
             built.append((source, parameters))
+    _refuse_same_memory([named for _, parameters in built for named in parameters.items()])
     owners: dict[int, tuple[int, str]] = {}
     shared: dict[int, str] = {}
     for index, (_, parameters) in enumerate(built):
@@ -122,6 +123,20 @@ def survey(model: Model, chunk_params: int, decays: DecayRule, *, needs_values: 
         }
         blocks.append(_lay_out("shared", first, chunk_params, decays, "shared"))
     return blocks
+
+
+def _refuse_same_memory(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two parameters that begin at one address, tied by `.data`, would each be given a home and drift apart."""
+    at: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.is_meta or not parameter.numel() or hasattr(parameter, TAKEN):
+            continue
+        other, found = at.setdefault(parameter.data_ptr(), (name, parameter))
+        if found is not parameter:
+            raise ConfigError(
+                f"{other} and {name} lie in the same memory but are two parameters, which would be trained apart: tie "
+                "them by giving both modules the same nn.Parameter, not the same .data"
+            )
 
 
 def _shapes_of(source: BlockSource) -> dict[str, nn.Parameter]:
