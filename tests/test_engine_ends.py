@@ -344,3 +344,21 @@ def test_call_of_another_thread_within_a_step_is_refused_and_the_step_goes_on(tm
         engine.step(make_batches(2, 1))
         engine.save()
         assert engine.num_steps == 2
+
+
+def test_engine_is_not_closed_between_a_call_s_look_at_it_and_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a signal handler that comes right there."""
+    require_open = gs.Engine._require_open
+
+    def look_and_close(self: gs.Engine) -> None:
+        monkeypatch.undo()
+        require_open(self)
+        with pytest.raises(gs.GreedySnakeError, match=r"close\(\) was called while step\(\) is under way"):
+            self.close()
+
+    with make_engine(make_parts(), tmp_path) as engine:
+        monkeypatch.setattr(gs.Engine, "_require_open", look_and_close)
+        engine.step(make_batches(2, 0))
+        assert engine.num_steps == 1

@@ -26,6 +26,7 @@ from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.arguments import IoOptions
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.building import build_blocks
+from greedysnake.runtime.calls import Calls
 from greedysnake.runtime.compute import Compute
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram
@@ -126,8 +127,7 @@ class Engine:
         self._written_before = 0
         self._metadata: Mapping[str, object] = {}
         self._closed: str | None = None
-        self._calls: list[tuple[object, str]] = []
-        """The one that is under way, and those behind it that are about to be refused."""
+        self._calls = Calls()
         self._owner = getpid()
         precision, ram = PRECISIONS[dtype], parse_size(ram)
         stored = stored_in(Path(storage[0])) if resume else Stored()
@@ -308,7 +308,7 @@ class Engine:
         """Ends what is under way, then frees everything. Publishes nothing; calling it again does nothing."""
         if self._closed is not None or getpid() != self._owner:
             return
-        with self._alone("close()"):
+        with self._calls.alone("close()"):
             try:
                 self._wait()
             finally:
@@ -509,23 +509,10 @@ class Engine:
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Refuses a call of the open engine while another is under way, which a second thread or a signal handler would
-        make: it would hang, or save half a step. A list, not a lock: an interrupt at any place in here leaves it as it
-        was."""
-        self._require_open()
-        call = (object(), name)
-        try:
-            self._calls.append(call)
-            first = self._calls[0]
-            if first is not call:
-                raise GreedySnakeError(
-                    f"{name} was called while {first[1]} is under way, by another thread or a signal handler: call it "
-                    "when that has returned"
-                )
+        """A call of the open engine; until it ends none can close it."""
+        with self._calls.alone(name):
+            self._require_open()
             yield
-        finally:
-            if call in self._calls:
-                self._calls.remove(call)
 
     def _require_open(self) -> None:
         if getpid() != self._owner:
