@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +35,10 @@ class Buffer:
 def contents(extent: int, part: int, version: int, nbytes: int) -> np.ndarray:
     seed = np.random.SeedSequence((extent, part, version))
     return np.frombuffer(np.random.Generator(np.random.PCG64(seed)).bytes(nbytes), dtype=np.uint8)
+
+
+def open_store(path: Path, io: IoEngine, **options: object) -> Store:
+    return Store([path], EXTENTS, io=io, fingerprint="writer", **options)  # type: ignore[arg-type]
 
 
 def is_written(extent: int, part: int, step: int) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_writer
-from store_writer import EXTENTS, Buffer, check_step, write_step
+from store_writer import EXTENTS, Buffer, check_step, open_store, write_step
 
 from greedysnake.errors import PlanError, StorageError
 from greedysnake.runtime.io import IoEngine, io_uring_available
@@ -60,10 +60,6 @@ def mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
     yield new
     for point in mounted:
         subprocess.run(["umount", point], check=True)
-
-
-def open_store(path: Path, io: IoEngine, **options: object) -> Store:
-    return Store([path], EXTENTS, io=io, fingerprint="writer", **options)  # type: ignore[arg-type]
 
 
 def publish_steps(path: Path, io: IoEngine, num_steps: int) -> None:

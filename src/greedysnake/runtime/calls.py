@@ -9,8 +9,8 @@ from greedysnake.errors import GreedySnakeError
 
 
 class Calls:
-    """Refuses a call while another is under way, which a second thread or a signal handler would make: it would hang, or
-    save half a step. A list, not a lock: an interrupt at any place in here leaves it as it was."""
+    """Refuses a call while another is under way, which a second thread or a signal handler would make: it would hang,
+    or save half a step. A list, not a lock: an interrupt at any place in here leaves it as it was."""
 
     def __init__(self) -> None:
         self._names: list[tuple[object, str]] = []
