@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import greedysnake as gs
 from greedysnake.runtime import directory
 from greedysnake.runtime.arena import Arena
+from greedysnake.runtime.calls import Call
 from greedysnake.runtime.lanes import LaneRunner
 from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.steps import Steps
@@ -362,3 +363,22 @@ def test_engine_is_not_closed_between_a_call_s_look_at_it_and_its_work(
         monkeypatch.setattr(gs.Engine, "_require_open", look_and_close)
         engine.step(make_batches(2, 0))
         assert engine.num_steps == 1
+
+
+def test_call_that_an_interrupt_kept_from_saying_that_it_ended_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Call, *error: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with make_engine(make_parts(), tmp_path) as engine:
+        monkeypatch.setattr(Call, "__exit__", interrupt)
+        try:
+            engine.step(make_batches(2, 0))
+        except KeyboardInterrupt:  # whose traceback has the frames of the step
+            engine.step(make_batches(2, 1))
+            engine.save()
+            engine.close()
+    with make_engine(make_parts(), tmp_path, resume=True) as engine:
+        assert engine.num_steps == 2

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from contextlib import suppress
+from threading import get_ident
+from types import FrameType
 
 from greedysnake.errors import GreedySnakeError
 
 
 class Calls:
     """Refuses a call while another is under way, which a second thread or a signal handler would make: it would hang,
-    or save half a step. A list, not a lock: an interrupt at any place in here leaves it as it was."""
+    or save half a step."""
 
     def __init__(self) -> None:
-        self._names: list[tuple[object, str]] = []
-        """Of the one that is under way, and of those behind it that are about to be refused."""
+        self._known: list[Call] = []
 
-    @contextmanager
-    def alone(self, name: str) -> Iterator[None]:
-        call = (object(), name)
-        try:
-            self._names.append(call)
-            first = self._names[0]
-            if first is not call:
+    def begin(self, name: str, frame: FrameType) -> Call:
+        """The call that runs in `frame`, to be used by `with`."""
+        call = Call(self._known, name, frame)
+        self._known.append(call)
+        for other in self._known[: self._known.index(call)]:
+            if other.is_under_way():
+                call.end()
                 raise GreedySnakeError(
-                    f"{name} was called while {first[1]} is under way, by another thread or a signal handler: call it "
-                    "when that has returned"
+                    f"{name} was called while {other.name} is under way, by another thread or a signal handler: call "
+                    "it when that has returned"
                 )
-            yield
-        finally:
-            if call in self._names:
-                self._names.remove(call)
+            other.end()
+        return call
+
+
+class Call:
+    """Under way while its frame is on the stack of its thread: an interrupt may keep it from saying that it ended."""
+
+    def __init__(self, known: list[Call], name: str, frame: FrameType) -> None:
+        self.name = name
+        self._known, self._frame, self._thread = known, frame, get_ident()
+
+    def is_under_way(self) -> bool:
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+    def end(self) -> None:
+        with suppress(ValueError):  # another thread may have found out
+            self._known.remove(self)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.end()

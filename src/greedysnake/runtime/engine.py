@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from os import PathLike, getpid
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.arguments import IoOptions
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.building import build_blocks
-from greedysnake.runtime.calls import Calls
+from greedysnake.runtime.calls import Call, Calls
 from greedysnake.runtime.compute import Compute
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram
@@ -308,7 +309,7 @@ class Engine:
         """Ends what is under way, then frees everything. Publishes nothing; calling it again does nothing."""
         if self._closed is not None or getpid() != self._owner:
             return
-        with self._calls.alone("close()"):
+        with self._calls.begin("close()", sys._getframe()):
             try:
                 self._wait()
             finally:
@@ -507,12 +508,11 @@ class Engine:
         self._closed = why
         self._resources.close()
 
-    @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """A call of the open engine; until it ends none can close it."""
-        with self._calls.alone(name):
-            self._require_open()
-            yield
+    def _alone(self, name: str) -> Call:
+        """A call of the open engine by the method that asks; until it ends none can close it."""
+        call = self._calls.begin(name, sys._getframe(1))
+        self._require_open()
+        return call
 
     def _require_open(self) -> None:
         if getpid() != self._owner:
