@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -382,3 +383,19 @@ def test_call_that_an_interrupt_kept_from_saying_that_it_ended_is_over(
             engine.close()
     with make_engine(make_parts(), tmp_path, resume=True) as engine:
         assert engine.num_steps == 2
+
+
+def test_calls_leave_no_cycle_that_keeps_the_engine_in_memory(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()  # as the engine has it in a step
+    try:
+        engine = make_engine(make_parts(), tmp_path)
+        engine.step(make_batches(2, 0))
+        engine.save()
+        dict(engine.named_parameters())
+        engine.close()
+        known = weakref.ref(engine)
+        del engine
+        assert known() is None
+    finally:
+        gc.enable()

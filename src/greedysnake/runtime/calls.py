@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
+import threading
 from contextlib import suppress
-from threading import get_ident
 from types import FrameType
 
 from greedysnake.errors import GreedySnakeError
@@ -17,7 +17,7 @@ class Calls:
     def __init__(self) -> None:
         self._known: list[Call] = []
 
-    def begin(self, name: str, frame: FrameType) -> Call:
+    def begin(self, name: str, frame: FrameType | None) -> Call:
         """The call that runs in `frame`, to be used by `with`."""
         call = Call(self._known, name, frame)
         self._known.append(call)
@@ -33,14 +33,16 @@ class Calls:
 
 
 class Call:
-    """Under way while its frame is on the stack of its thread: an interrupt may keep it from saying that it ended."""
+    """Under way until it says that it ended, or is no longer on the stack: an interrupt may keep it from saying so."""
 
-    def __init__(self, known: list[Call], name: str, frame: FrameType) -> None:
+    def __init__(self, known: list[Call], name: str, frame: FrameType | None) -> None:
         self.name = name
-        self._known, self._frame, self._thread = known, frame, get_ident()
+        self._known, self._frame, self._thread = known, frame, threading.get_ident()
 
     def is_under_way(self) -> bool:
-        frame = sys._current_frames().get(self._thread)
+        if self._thread != threading.get_ident():
+            return any(thread.ident == self._thread for thread in threading.enumerate())
+        frame = inspect.currentframe()
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
         return frame is not None

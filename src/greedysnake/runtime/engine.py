@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-import sys
 import time
 import warnings
 import weakref
@@ -309,7 +309,7 @@ class Engine:
         """Ends what is under way, then frees everything. Publishes nothing; calling it again does nothing."""
         if self._closed is not None or getpid() != self._owner:
             return
-        with self._calls.begin("close()", sys._getframe()):
+        with self._calls.begin("close()", inspect.currentframe()):
             try:
                 self._wait()
             finally:
@@ -510,7 +510,8 @@ class Engine:
 
     def _alone(self, name: str) -> Call:
         """A call of the open engine by the method that asks; until it ends none can close it."""
-        call = self._calls.begin(name, sys._getframe(1))
+        caller = getattr(inspect.currentframe(), "f_back", None)  # a frame that knows itself would stay in memory
+        call = self._calls.begin(name, caller)
         self._require_open()
         return call
 
