@@ -68,6 +68,12 @@ def test_numbers_and_sizes_may_be_written_as_people_write_them() -> None:
     assert load_config(None, ["training.max_grad_norm=null"]).training.clip_norm is None
 
 
+@pytest.mark.parametrize("written", ["2024-01-01", "2024-01-01 10:30:00", '"2024"', "'2024'"])
+def test_a_date_or_a_number_in_quotes_is_text(written: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(load_config(None, [f"data.text_column={written}"]).as_yaml())
+    assert load_config(tmp_path / "a.yaml").data.text_column == written.strip("'\"")
+
+
 def test_overrides_reach_any_depth_and_make_sections_that_are_not_there() -> None:
     config = load_config(None, ["engine.slots.staging=9", "data.paths=a.txt", "engine.storage=[x, y]"])
     assert config.engine.slots.staging == 9
@@ -145,7 +151,8 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
         ("engine.compute_threads=0", "engine.compute_threads is 0: give 1 to 1024"),
         ("training.num_train_epochs=.inf", "training.num_train_epochs is inf: give a number"),
         ("data.packing=1", "data.packing is 1: give true or false"),
-        ("data.paths=3", "data.paths[0] is 3: give text"),
+        ("data.paths=3", 'data.paths[0] is 3: give text, which needs quotes to be some ("3", in a shell \'"3"\')'),
+        ("output_dir=2024", "output_dir is 2024: give text, which needs quotes"),
         ("engine.ram=lots", "engine.ram is 'lots': give a size such as 32GiB"),
         ("engine.ram=-1", "engine.ram is -1: give a size such as 32GiB"),
         ("engine.slots=3", "engine.slots is 3: give keys under it (weights, gradients, staging, updates, ...)"),

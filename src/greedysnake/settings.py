@@ -202,6 +202,9 @@ def _scalar(value: Plain, hint: Any, path: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, str):
         return value
+    if hint is str and isinstance(value, bool | int | float):
+        quotes = f'"{value}", in a shell \'"{value}"\''
+        raise ConfigError(f"{path} is {value!r}: give text, which needs quotes to be some ({quotes})")
     raise ConfigError(f"{path} is {value!r}: {_wanted(hint)}")
 
 
@@ -288,7 +291,7 @@ def _plain_value(value: Any) -> Plain:
 
 @cache
 def _loader() -> Any:
-    """YAML's safe loader, which also takes 1e-4 for a number, and no key twice."""
+    """YAML's safe loader, which also takes 1e-4 for a number, a date for text, and no key twice."""
     import re
 
     import yaml
@@ -303,4 +306,5 @@ def _loader() -> Any:
 
     number = re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))  # type: ignore[no-untyped-call]
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
     return Loader
