@@ -55,6 +55,20 @@ def test_a_drive_that_is_not_mounted_is_named_and_nothing_is_put_there(command: 
     assert not two.exists() and not (tmp_path / "out").exists()
 
 
+def test_a_run_that_was_carried_elsewhere_does_not_begin_anew_where_it_was(tmp_path: Path, run: Run) -> None:
+    assert run("train", write_config(tmp_path, max_steps=1, warmup_steps=0))[0] == 0
+    was, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copy(was / "run.yaml", tmp_path / "copy.yaml")
+    assert "continued from the checkpoint of step 1" in run("train", tmp_path / "copy.yaml")[1]
+    was.rename(moved)
+    code, _, errors = run("train", moved / "run.yaml", "training.max_steps=2")
+    assert (code, len(errors.splitlines())) == (2, 1) and not was.exists()
+    assert f"output_dir is {str(was)!r}, where there is no run any more: give output_dir={moved} to go on" in errors
+    code, printed, errors = run("train", moved / "run.yaml", "training.max_steps=2", f"output_dir={moved}")
+    assert (code, errors) == (0, "") and "step 2/2" in printed and "step 1/2" not in printed
+    assert "step 1/1" in run("train", moved / "run.yaml", f"output_dir={tmp_path / 'new'}", "training.max_steps=1")[1]
+
+
 def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
     path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
     killed = "import os, sys; from greedysnake import cli, trainer; trainer._Training._save = lambda self: os._exit(9)"

@@ -26,6 +26,9 @@ DEFAULT = Path(__file__).with_name("default.yaml")
 MAX_THREADS = 1024
 """More than any machine has cores; far more than that, and the system refuses to make them."""
 
+RUN, METRICS = "run.yaml", "metrics.jsonl"
+"""Files in the folder of a run."""
+
 RUN_ID, HAS_CHECKPOINT = "run_id", "has_checkpoint"
 """What run.yaml says besides the configuration. It is of that run and means nothing to another."""
 
@@ -328,11 +331,23 @@ def load_config(source: str | Path | Mapping[str, Plain] | None = None, override
         values = copy.deepcopy(dict(source))  # the overrides are not the caller's
     else:
         values = settings.read_yaml(_text_of(Path(source) if source else DEFAULT), str(source or DEFAULT))
-    values = {key: value for key, value in values.items() if key not in (RUN_ID, HAS_CHECKPOINT)}
+    written = values.get("output_dir") if values.pop(RUN_ID, None) else None
+    values.pop(HAS_CHECKPOINT, None)
     settings.override(values, overrides)
     config = _with_home(settings.build(Config, values))
+    if isinstance(source, str | Path) and written == config.output_dir:
+        _require_not_moved(Path(source).parent, Path(config.output_dir))
     _require_files(config)
     return config
+
+
+def _require_not_moved(directory: Path, output_dir: Path) -> None:
+    """ConfigError when `directory`, whose run.yaml is given, was output_dir before it was carried elsewhere."""
+    if (directory / METRICS).exists() and not (output_dir / RUN).exists():
+        raise ConfigError(
+            f"output_dir is {str(output_dir)!r}, where there is no run any more: give output_dir={directory} to go on "
+            "with the one there, or another folder to begin anew"
+        )
 
 
 def difference(had: Config, given: Config) -> str | None:

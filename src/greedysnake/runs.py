@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greedysnake import settings
-from greedysnake.config import HAS_CHECKPOINT, RUN_ID, Config, difference
+from greedysnake.config import HAS_CHECKPOINT, METRICS, RUN, RUN_ID, Config, difference
 from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, explained
 from greedysnake.runtime.opening import holds_checkpoint, holds_store
-
-RUN = "run.yaml"
-METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)

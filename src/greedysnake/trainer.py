@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from greedysnake.config import RUN_ID, Config, load_config
+from greedysnake.config import METRICS, RUN_ID, Config, load_config
 from greedysnake.errors import ConfigError, StorageError
 from greedysnake.preparation import TRANSFORMERS, Prepared, open_engine, prepare, why_not_compiled
 from greedysnake.report.metrics import MetricsFile, step_record
@@ -31,7 +31,7 @@ from greedysnake.report.progress import (
     summary_text,
 )
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
-from greedysnake.runs import METRICS, Run, begin_run, note_run
+from greedysnake.runs import Run, begin_run, note_run
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
 
