@@ -17,6 +17,9 @@ settings.load_profile("untimed")
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so their children; some tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# nohup has them ignore a hangup. They still do, but not their children, to which a handler is not passed on.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # What torch asks for where kernels on a GPU must give the same bits every time; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
