@@ -68,7 +68,7 @@ def test_numbers_and_sizes_may_be_written_as_people_write_them() -> None:
     assert load_config(None, ["training.max_grad_norm=null"]).training.clip_norm is None
 
 
-@pytest.mark.parametrize("written", ["2024-01-01", "2024-01-01 10:30:00", '"2024"', "'2024'"])
+@pytest.mark.parametrize("written", ["2024-01-01", "2024-01-01 10:30:00", '"2024"', "'2024'", '"1e-4"', '"1E5"'])
 def test_a_date_or_a_number_in_quotes_is_text(written: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(load_config(None, [f"data.text_column={written}"]).as_yaml())
     assert load_config(tmp_path / "a.yaml").data.text_column == written.strip("'\"")

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -51,7 +52,7 @@ def write_yaml(values: Mapping[str, Plain]) -> str:
     """The text from which `read_yaml` gives the same values, in the same order."""
     import yaml
 
-    return str(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+    return str(yaml.dump(dict(values), Dumper=_dumper(), sort_keys=False, allow_unicode=True))
 
 
 def override(values: dict[str, Plain], assignments: Sequence[str]) -> None:
@@ -292,8 +293,6 @@ def _plain_value(value: Any) -> Plain:
 @cache
 def _loader() -> Any:
     """YAML's safe loader, which also takes 1e-4 for a number, a date for text, and no key twice."""
-    import re
-
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -304,7 +303,24 @@ def _loader() -> Any:
                     raise yaml.MarkedYAMLError(problem=f"{key} stands there twice", problem_mark=node.start_mark)
             return super().construct_mapping(node, deep)
 
-    number = re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))  # type: ignore[no-untyped-call]
+    _take_powers_for_numbers(Loader)
     Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
     return Loader
+
+
+@cache
+def _dumper() -> Any:
+    """YAML's safe dumper, which puts text in quotes that `_loader` would take for a number."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    _take_powers_for_numbers(Dumper)
+    return Dumper
+
+
+def _take_powers_for_numbers(reader: Any) -> None:
+    """1e-4, which YAML takes for text without a point in it."""
+    number = re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+    reader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
