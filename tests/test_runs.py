@@ -69,6 +69,31 @@ def test_a_run_that_was_carried_elsewhere_does_not_begin_anew_where_it_was(tmp_p
     assert "step 1/1" in run("train", moved / "run.yaml", f"output_dir={tmp_path / 'new'}", "training.max_steps=1")[1]
 
 
+def test_nor_is_a_run_trained_that_has_taken_its_place(tmp_path: Path, run: Run) -> None:
+    path, was, moved = write_config(tmp_path, max_steps=1, warmup_steps=0), tmp_path / "run", tmp_path / "moved"
+    assert run("train", path)[0] == 0
+    was.rename(moved)
+    assert run("train", path)[0] == 0
+    before = everything_in(was)
+    (tmp_path / "link.yaml").symlink_to(moved / "run.yaml")
+    for given in (moved / "run.yaml", tmp_path / "link.yaml"):
+        code, _, errors = run("train", given, "training.max_steps=2")
+        assert code == 2 and f"where there is another run now: give output_dir={moved} to go on with the one" in errors
+    assert everything_in(was) == before
+
+
+def test_the_run_yaml_of_a_run_is_taken_wherever_its_folder_can_be_reached(tmp_path: Path, run: Run) -> None:
+    was, moved, link = tmp_path / "run", tmp_path / "moved", tmp_path / "link"
+    assert run("train", write_config(tmp_path, max_steps=1, warmup_steps=0))[0] == 0
+    was.rename(moved)
+    assert run("verify", moved / "run.yaml")[0] == 0 and not was.exists()  # which uses no output_dir
+    assert load_config(settings.read_yaml((moved / "run.yaml").read_text(), "a mapping")).output_dir == str(was)
+    was.symlink_to(moved)
+    link.symlink_to(moved)
+    for given in (was, moved, link):
+        assert "continued from the checkpoint of step 1" in run("train", given / "run.yaml")[1]
+
+
 def test_a_run_that_came_to_nothing_may_be_tried_with_other_settings(tmp_path: Path, run: Run) -> None:
     path = write_config(tmp_path, max_steps=1, warmup_steps=0, save_steps=0)
     killed = "import os, sys; from greedysnake import cli, trainer; trainer._Training._save = lambda self: os._exit(9)"

@@ -126,7 +126,7 @@ def verify(
     """Train a shrunken copy of your model here and in plain PyTorch, and compare. Exit code 1 on a mismatch."""
     from greedysnake.config import load_config
 
-    settings = load_config(*_file_and_overrides(config, overrides))
+    settings = load_config(*_file_and_overrides(config, overrides), to_train=False)
     from rich.console import Console
 
     from greedysnake.agreement import compare

@@ -325,29 +325,46 @@ class Config:
 
 
 @explained("use")
-def load_config(source: str | Path | Mapping[str, Plain] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file or in a mapping, the default one without either, changed by `a.b=c`."""
+def load_config(
+    source: str | Path | Mapping[str, Plain] | None = None, overrides: Sequence[str] = (), *, to_train: bool = True
+) -> Config:
+    """The configuration in a YAML file or in a mapping, the default one without either, changed by `a.b=c`.
+
+    Without `to_train` output_dir may be anywhere, for it is not used.
+    """
     if isinstance(source, Mapping):
         values = copy.deepcopy(dict(source))  # the overrides are not the caller's
     else:
         values = settings.read_yaml(_text_of(Path(source) if source else DEFAULT), str(source or DEFAULT))
-    written = values.get("output_dir") if values.pop(RUN_ID, None) else None
+    written, run_id = values.get("output_dir"), values.pop(RUN_ID, None)
     values.pop(HAS_CHECKPOINT, None)
     settings.override(values, overrides)
     config = _with_home(settings.build(Config, values))
-    if isinstance(source, str | Path) and written == config.output_dir:
-        _require_not_moved(Path(source).parent, Path(config.output_dir))
+    if to_train and run_id and isinstance(source, str | Path) and written == config.output_dir:
+        _require_not_moved(Path(source), run_id, Path(config.output_dir))
     _require_files(config)
     return config
 
 
-def _require_not_moved(directory: Path, output_dir: Path) -> None:
-    """ConfigError when `directory`, whose run.yaml is given, was output_dir before it was carried elsewhere."""
-    if (directory / METRICS).exists() and not (output_dir / RUN).exists():
+def _require_not_moved(source: Path, run_id: Plain, output_dir: Path) -> None:
+    """ConfigError when `source` is the run.yaml of a folder that was output_dir before it was carried elsewhere."""
+    directory = (source.resolve() if source.is_symlink() else source).parent
+    if (directory / METRICS).exists() and not _holds_run(output_dir, run_id):
+        what = "another run now" if (output_dir / RUN).exists() else "no run any more"
         raise ConfigError(
-            f"output_dir is {str(output_dir)!r}, where there is no run any more: give output_dir={directory} to go on "
-            "with the one there, or another folder to begin anew"
+            f"output_dir is {str(output_dir)!r}, where there is {what}: give output_dir={directory} to go on with the "
+            "one there, or another folder to begin anew"
         )
+
+
+def _holds_run(directory: Path, run_id: Plain) -> bool:
+    """Whether a folder is that of the run with this id; also where a damaged run.yaml is, of which others speak."""
+    try:
+        return settings.read_yaml((directory / RUN).read_text(encoding="utf-8"), RUN).get(RUN_ID) == run_id
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (ConfigError, UnicodeDecodeError):
+        return True
 
 
 def difference(had: Config, given: Config) -> str | None:
