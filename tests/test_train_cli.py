@@ -249,6 +249,16 @@ def test_so_is_a_mistake_in_the_file_or_on_the_command_line(
     assert os.listdir() == ([] if text is None else ["train.yaml"])
 
 
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_an_empty_name_of_a_file_is_not_the_default(
+    command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = run(command, "", "training.max_steps=1")
+    assert (code, errors) == (2, "greedysnake: '' cannot be read as text (the name is empty): give a YAML file\n")
+    assert os.listdir() == []
+
+
 def test_an_override_may_be_longer_than_a_path(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, errors = run("train", f"output_dir={LONG}")

@@ -335,7 +335,10 @@ def load_config(
     if isinstance(source, Mapping):
         values = copy.deepcopy(dict(source))  # the overrides are not the caller's
     else:
-        values = settings.read_yaml(_text_of(Path(source) if source else DEFAULT), str(source or DEFAULT))
+        if source == "":  # a variable of the shell that is not set; Path would make it the working directory
+            raise ConfigError("'' cannot be read as text (the name is empty): give a YAML file")
+        path = DEFAULT if source is None else Path(source)
+        values = settings.read_yaml(_text_of(path), str(path))
     written, run_id = values.get("output_dir"), values.pop(RUN_ID, None)
     values.pop(HAS_CHECKPOINT, None)
     settings.override(values, overrides)
