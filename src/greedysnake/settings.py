@@ -173,14 +173,14 @@ def _convert(value: Plain, hint: Any, path: str) -> Any:
         return _convert(value, inner, path)
     if dataclasses.is_dataclass(hint):
         return build(hint, {} if value is None else value, path)  # type: ignore[arg-type]
+    if value is None:
+        raise ConfigError(f"{path} is empty: {_wanted(hint)}")
     if origin is Literal:
         if value in arguments:
             return value
         raise ConfigError(f"{path} is {value!r}: {_wanted(hint)}{_nearest(str(value), arguments)}")
     if origin in (tuple, list):
         items = list(value) if isinstance(value, list | tuple) else [value]
-        if value is None:
-            raise ConfigError(f"{path} is empty: {_wanted(hint)}")
         return origin(_convert(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(items))
     if origin is dict:
         if isinstance(value, dict):
@@ -204,8 +204,9 @@ def _scalar(value: Plain, hint: Any, path: str) -> Any:
     if hint is str and isinstance(value, str):
         return value
     if hint is str and isinstance(value, bool | int | float):
-        quotes = f'"{value}", in a shell \'"{value}"\''
-        raise ConfigError(f"{path} is {value!r}: give text, which needs quotes to be some ({quotes})")
+        # What was written is not known: 12:30 is 750 by now, and yes is True.
+        quotes = 'in quotes where it looks like something else ("...", in a shell \'"..."\')'
+        raise ConfigError(f"{path} is {value!r}: give text, {quotes}")
     raise ConfigError(f"{path} is {value!r}: {_wanted(hint)}")
 
 
