@@ -45,6 +45,14 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert CliRunner().invoke(cli.app, ["fly"]).exit_code == 2
 
 
+@pytest.mark.parametrize("command", ["train", "verify", "doctor", "selfcheck"])
+def test_what_may_be_left_out_has_one_pair_of_brackets(command: str) -> None:
+    usage = CliRunner().invoke(cli.app, [command, "--help"], prog_name="greedysnake", env={"COLUMNS": "100"}).output
+    (line,) = re.findall(rf"Usage: greedysnake {command} (.*)", usage)
+    words = r"\[OPTIONS\] (\[CONFIG\.yaml\] \[a\.b=c\]\.\.\.|\[DIR\](\.\.\.)?)"
+    assert re.fullmatch(words, line.strip())
+
+
 @pytest.mark.parametrize("error", [ConfigError("alpha is 2: give a fraction"), PlanError("needs 3 GiB")])
 def test_errors_made_for_people_are_one_sentence_and_exit_code_two(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

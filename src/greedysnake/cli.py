@@ -63,12 +63,12 @@ def train(
     config: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONFIG.yaml]", help="The configuration; without one a small default.", show_default=False
+            metavar="CONFIG.yaml", help="The configuration; without one a small default.", show_default=False
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[a.b=c]...", help="Changes, as in training.max_steps=100.", show_default=False),
+        typer.Argument(metavar="a.b=c", help="Changes, as in training.max_steps=100.", show_default=False),
     ] = None,
 ) -> None:
     """Train a model; continue if its output_dir has a checkpoint. Ctrl-C finishes the step, saves and ends."""
@@ -116,11 +116,11 @@ def export(
 def verify(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="[CONFIG.yaml]", help="The configuration of a training.", show_default=False),
+        typer.Argument(metavar="CONFIG.yaml", help="The configuration of a training.", show_default=False),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[a.b=c]...", help="Changes, as in engine.alpha=0.", show_default=False),
+        typer.Argument(metavar="a.b=c", help="Changes, as in engine.alpha=0.", show_default=False),
     ] = None,
 ) -> None:
     """Train a shrunken copy of your model here and in plain PyTorch, and compare. Exit code 1 on a mismatch."""
@@ -138,9 +138,7 @@ def verify(
 def doctor(
     directories: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[DIR]...", help="Directories that training would use, one per drive.", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="Directories that training would use, one per drive.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -165,7 +163,7 @@ def doctor(
 @app.command()
 def selfcheck(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Where to put temporary files.", show_default=False)
+        Path | None, typer.Argument(metavar="DIR", help="Where to put temporary files.", show_default=False)
     ] = None,
 ) -> None:
     """Check native kernels, I/O and a short training against plain PyTorch. Exit code 1 if anything differs."""
