@@ -175,6 +175,8 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
         ("data.validation_share=0", "training.eval_steps is 100 and nothing is held out: give data.validation_share"),
         ("a..b=3", "'a..b=3' is not an override: write key=value, as in training.max_steps=100"),
         ("training.seed=[", "the override 'training.seed=[', line 1 is not valid YAML"),
+        ("training.seed=0x_", "the override 'training.seed=0x_' is not valid YAML: invalid literal for int()"),
+        ("data.packing=!!bool x", "the override 'data.packing=!!bool x' is not valid YAML: 'x'"),
     ],
 )
 def test_the_sentence_names_the_key_the_value_and_what_is_wanted(assignments: str, sentence: str) -> None:

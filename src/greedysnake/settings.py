@@ -41,6 +41,8 @@ def read_yaml(text: str, source: str) -> dict[str, Plain]:
         where = f"{source}, line {mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{where} is not valid YAML: {problem}") from error
+    except (ValueError, KeyError) as error:  # of a value that is no number though it begins like one: 0x_, !!int x
+        raise ConfigError(f"{source} is not valid YAML: {error}") from error
     if found is None:
         return {}
     if not isinstance(found, dict):
