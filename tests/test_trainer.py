@@ -373,6 +373,14 @@ def test_a_line_says_what_bounds_the_step_and_how_close() -> None:
     )
 
 
+def test_a_narrow_terminal_shows_the_time_left_too() -> None:
+    screen = io.StringIO()
+    record = {"step": 1, "loss": 1.5, "lr": 1e-3, "tokens_per_s": 10.0, "elapsed_s": 30.0, "bound": "ssd"}
+    with Progress(Console(file=screen, force_terminal=True, width=60), num_steps=3, every=1) as progress:
+        progress.step({**record, "bound_fraction": 0.5, "ssd_written_total_bytes": 1})
+    assert "1m00s left" in screen.getvalue() and "…" not in screen.getvalue()
+
+
 def test_on_a_terminal_evaluations_stay_above_the_moving_line() -> None:
     screen = io.StringIO()
     record = {"loss": 1.5, "lr": 1e-3, "tokens_per_s": 10.0, "elapsed_s": 1.0, "bound": "ssd", "bound_fraction": 0.5}

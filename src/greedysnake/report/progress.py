@@ -149,7 +149,7 @@ class Progress:
             if "eval_loss" in record and number != self._num_steps:
                 self.say(line)  # stays above the moving line, where the last one stays by itself
             with lost_terminal():
-                self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+                self._live.update(Text(line), refresh=True)  # over two lines if need be: the time left comes last
         elif not self._printed or number % self._every == 0 or number == self._num_steps or "eval_loss" in record:
             self.say(line)
         self._printed += 1
