@@ -82,6 +82,16 @@ def test_a_module_that_was_not_built_is_explained(
     assert "make build" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["version", "schedule", "doctor"])
+def test_output_to_a_full_drive_is_one_sentence(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "greedysnake", command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert re.fullmatch("greedysnake: what is printed finds no room on its drive: .*\n", done.stderr)
+
+
 def test_a_refused_directory_gives_no_traceback(tmp_path: Path) -> None:
     done = run("selfcheck", str(tmp_path / "missing"))
     assert done.returncode == 2

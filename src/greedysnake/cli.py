@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -35,6 +36,11 @@ def main() -> None:
         if os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
         sys.exit(_complain(str(error)))
+    except OSError as error:  # one without a path, so of what is printed
+        if error.errno != errno.ENOSPC or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be written at the end
+        sys.exit(_complain("what is printed finds no room on its drive: free space there, or send it elsewhere"))
     except UnicodeEncodeError as error:
         if error.encoding == "utf-8" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
