@@ -74,6 +74,13 @@ def test_a_date_or_a_number_in_quotes_is_text(written: str, tmp_path: Path) -> N
     assert load_config(tmp_path / "a.yaml").data.text_column == written.strip("'\"")
 
 
+def test_sections_may_be_merged_as_yaml_does() -> None:
+    few = "few: &few {staging: 3}\n"
+    assert settings.read_yaml(few + "more: {<<: *few, updates: 5}", "a file")["more"] == {"staging": 3, "updates": 5}
+    with pytest.raises(ConfigError, match="updates stands there twice"):
+        settings.read_yaml(few + "more: {<<: *few, updates: 5, updates: 6}", "a file")
+
+
 def test_overrides_reach_any_depth_and_make_sections_that_are_not_there() -> None:
     config = load_config(None, ["engine.slots.staging=9", "data.paths=a.txt", "engine.storage=[x, y]"])
     assert config.engine.slots.staging == 9
@@ -144,6 +151,7 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
         ("engine.zzz=1", "unknown key engine.zzz: the keys under engine are storage, ram, device"),
         ("training.learning_rate=fast", "training.learning_rate is 'fast': give a number"),
         ("training.max_steps=1.5", "training.max_steps is 1.5: give a whole number"),
+        (f"training.learning_rate={'9' * 400}", "training.learning_rate is 999"),
         ("training.max_steps=true", "training.max_steps is True: give a whole number"),
         ("training.max_steps=0", "training.max_steps is 0: give 1 or more, or -1 for what num_train_epochs makes"),
         ("training.sequence_length=1", "training.sequence_length is 1: give 2 or more"),

@@ -9,8 +9,8 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import math
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -201,7 +201,12 @@ def _scalar(value: Plain, hint: Any, path: str) -> Any:
         return value
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if (
+        hint is float
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    ):
         return float(value)
     if hint is str and isinstance(value, str):
         return value
@@ -300,7 +305,8 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in written]  # type: ignore[no-untyped-call]
             for position, key in enumerate(keys):
                 if key in keys[:position]:
                     raise yaml.MarkedYAMLError(problem=f"{key} stands there twice", problem_mark=node.start_mark)
