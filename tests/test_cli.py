@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import IO
 
 import pytest
 from rich.console import Console
@@ -82,14 +84,33 @@ def test_a_module_that_was_not_built_is_explained(
     assert "make build" in capsys.readouterr().err
 
 
+def run_into(command: str, stdout: IO[str] | int, unbuffered: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "greedysnake", command],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", ["version", "schedule", "doctor"])
-def test_output_to_a_full_drive_is_one_sentence(command: str) -> None:
+def test_output_to_a_full_drive_is_one_sentence(command: str, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "greedysnake", command], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = run_into(command, full, unbuffered)
     assert done.returncode == 2
     assert re.fullmatch("greedysnake: what is printed finds no room on its drive: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["version", "schedule", "doctor"])
+def test_output_that_nobody_reads_ends_quietly(command: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_into(command, writer, unbuffered)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_refused_directory_gives_no_traceback(tmp_path: Path) -> None:

@@ -30,16 +30,22 @@ def main() -> None:
         # A letter that the terminal does not have is no reason to end a training.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with explained("use"):  # a path that somebody gave: most are looked at without a thought of permissions
-            app(prog_name="greedysnake")
+        try:
+            with explained("use"):  # a path that somebody gave: most are looked at without a thought of permissions
+                app(prog_name="greedysnake")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where an error can still be told
     except GreedySnakeError as error:
         if os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
         sys.exit(_complain(str(error)))
     except OSError as error:  # one without a path, so of what is printed
-        if error.errno != errno.ENOSPC or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be written at the end
+        if error.errno == errno.EPIPE:  # nobody reads it
+            sys.exit(1)
         sys.exit(_complain("what is printed finds no room on its drive: free space there, or send it elsewhere"))
     except UnicodeEncodeError as error:
         if error.encoding == "utf-8" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
