@@ -36,26 +36,32 @@ def main() -> None:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where an error can still be told
-    except GreedySnakeError as error:
-        if os.environ.get("GREEDYSNAKE_DEBUG") == "1":
+    except (GreedySnakeError, OSError, UnicodeEncodeError, ModuleNotFoundError) as error:
+        sentence = _sentence(error)
+        if sentence is None or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
             raise
-        sys.exit(_complain(str(error)))
-    except OSError as error:  # one without a path, so of what is printed
-        if error.errno not in (errno.ENOSPC, errno.EPIPE) or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be written at the end
-        if error.errno == errno.EPIPE:  # nobody reads it
+        if isinstance(error, OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what was not written yet would fail again at the end
+        if not sentence:
             sys.exit(1)
-        sys.exit(_complain("what is printed finds no room on its drive: free space there, or send it elsewhere"))
-    except UnicodeEncodeError as error:
-        if error.encoding == "utf-8" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
-            raise
+        print(f"greedysnake: {sentence}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _sentence(error: Exception) -> str | None:
+    """What to tell a person of an error, if anything; None for those that are faults of the program."""
+    if isinstance(error, GreedySnakeError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:
+        return ""  # nobody reads what is printed
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # errors of other files come with a sentence
+        return "what is printed finds no room on its drive: free space there, or send it elsewhere"
+    if isinstance(error, UnicodeEncodeError) and error.encoding != "utf-8":
         letters = error.object[error.start : error.end]
-        sys.exit(_complain(f"{letters!r} in a path cannot be written in {error.encoding}: set LC_ALL=C.UTF-8"))
-    except ModuleNotFoundError as error:
-        if error.name != "greedysnake._native" or os.environ.get("GREEDYSNAKE_DEBUG") == "1":
-            raise
-        sys.exit(_complain("the native module is not built: run make build, or pip install ."))
+        return f"{letters!r} in a path cannot be written in {error.encoding}: set LC_ALL=C.UTF-8"
+    if isinstance(error, ModuleNotFoundError) and error.name == "greedysnake._native":
+        return "the native module is not built: run make build, or pip install ."
+    return None
 
 
 def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
@@ -63,11 +69,6 @@ def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tupl
     if config is not None and "=" in config and not os.path.exists(config):  # also if too long for a path
         return None, [config, *(overrides or [])]
     return config, overrides or []
-
-
-def _complain(message: str) -> int:
-    print(f"greedysnake: {message}", file=sys.stderr)
-    return 2
 
 
 @app.command()
