@@ -536,13 +536,16 @@ def test_closed_pool_is_refused():
 def test_pool_pins_its_threads():
     cpus = sorted(os.sched_getaffinity(0))[:2]
     script = f"""
-import os
+import os, time
 from greedysnake import _native
 before = set(os.listdir("/proc/self/task"))
 pool = _native.ThreadPool({len(cpus)}, {cpus})
 mine = set(os.listdir("/proc/self/task")) - before
 print(sorted(sorted(os.sched_getaffinity(int(task))) for task in mine))
 pool.close()
+deadline = time.monotonic() + 30
+while mine & set(os.listdir("/proc/self/task")) and time.monotonic() < deadline:
+    time.sleep(0.001)  # the kernel wakes who joins a thread before it takes the thread off its list
 print(mine & set(os.listdir("/proc/self/task")))
 """  # by itself: other tests leave threads that come and go
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -22,6 +22,7 @@ from io_memory import KIB, MIB, Memory, file_of, random_bytes
 
 from greedysnake.errors import ConfigError, StorageError
 from greedysnake.runtime.io import IoEngine, Ticket, io_uring_available
+from threads import num_threads, require_threads
 
 
 @pytest.fixture(params=["auto", "threads"])
@@ -149,21 +150,22 @@ def test_rate_limit_sets_the_time_of_a_transfer(
 ) -> None:
     share = 48 * MIB // len(kinds)
     memories = [Memory(share) for _ in kinds]
+    wanted_s, tries = 48 * MIB / 100e6, []
     with IoEngine(backend, **limits) as engine, file_of(engine, tmp_path / "file", bytes(48 * MIB)) as file:
-        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        tickets = [
-            engine.submit(kind, file, i * share, memory.address, share)
-            for i, (kind, memory) in enumerate(zip(kinds, memories, strict=True))
-        ]
-        for ticket in tickets:
-            engine.wait(ticket)
-        elapsed_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+        # Slower, or with more work, only when others use the machine: not ten times in a row.
+        while not any(elapsed_s <= 1.3 * wanted_s and cpu_s < 0.5 * elapsed_s for elapsed_s, cpu_s in tries):
+            assert len(tries) < 10, tries
+            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+            tickets = [
+                engine.submit(kind, file, i * share, memory.address, share)
+                for i, (kind, memory) in enumerate(zip(kinds, memories, strict=True))
+            ]
+            for ticket in tickets:
+                engine.wait(ticket)
+            tries.append((time.perf_counter() - begin_s, time.process_time() - begin_cpu_s))
+            assert tries[-1][0] >= wanted_s - 0.006  # never faster than the limit, but for the 5 ms burst
         counters = engine.counters()
-    wanted_s = 48 * MIB / 100e6
-    # Never faster than the limit, but for the 5 ms burst. Slower only by what a loaded machine adds.
-    assert wanted_s - 0.006 <= elapsed_s <= 1.3 * wanted_s
-    assert cpu_s < 0.5 * elapsed_s
-    assert counters.read_bytes + counters.write_bytes == 48 * MIB
+    assert counters.read_bytes + counters.write_bytes == len(tries) * 48 * MIB
 
 
 def test_limited_reads_do_not_hold_back_writes(backend: str, tmp_path: Path) -> None:
@@ -210,8 +212,8 @@ def test_wait_lets_other_python_threads_run(engine: IoEngine, tmp_path: Path) ->
         while waiter.is_alive():
             num_turns += 1
             time.sleep(0.005)
-    # 60 turns fit into the delay; with the GIL held there would be one or two.
-    assert num_turns > 10
+    # 60 turns fit into the delay, on a busy machine fewer; with the GIL held there would be one or two.
+    assert num_turns > 3
 
 
 def test_close_finishes_what_was_submitted(backend: str, tmp_path: Path) -> None:
@@ -272,10 +274,11 @@ def test_a_forgotten_engine_leaves_neither_threads_nor_descriptors(backend: str,
 
     (tmp_path / "file").write_bytes(bytes(1 * MIB))
     use_and_forget()
-    before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    num_files, threads_before = len(os.listdir("/proc/self/fd")), num_threads()
     for _ in range(5):
         use_and_forget()
-    assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    require_threads(at_most=threads_before)
 
 
 def test_closed_engine_refuses_requests(backend: str, tmp_path: Path) -> None:
