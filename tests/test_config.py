@@ -68,7 +68,10 @@ def test_numbers_and_sizes_may_be_written_as_people_write_them() -> None:
     assert load_config(None, ["training.max_grad_norm=null"]).training.clip_norm is None
 
 
-@pytest.mark.parametrize("written", ["2024-01-01", "2024-01-01 10:30:00", '"2024"', "'2024'", '"1e-4"', '"1E5"'])
+@pytest.mark.parametrize(
+    "written",
+    ["2024-01-01", "2024-01-01 10:30:00", "12:30", "0123456", "1:30.5", '"2024"', "'2024'", '"1e-4"', '"1E5"'],
+)
 def test_a_date_or_a_number_in_quotes_is_text(written: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(load_config(None, [f"data.text_column={written}"]).as_yaml())
     assert load_config(tmp_path / "a.yaml").data.text_column == written.strip("'\"")
@@ -161,7 +164,9 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
         ("data.packing=1", "data.packing is 1: give true or false"),
         ("data.paths=3", "data.paths[0] is 3: give text, in quotes where it looks like something else"),
         ("output_dir=2024", """something else ("...", in a shell '"..."')"""),
-        ("training.run_name=12:30", "training.run_name is 750: give text, in quotes"),
+        ("training.max_steps=1:30", "training.max_steps is '1:30': give a whole number"),
+        ("training.learning_rate=1:30.5", "training.learning_rate is '1:30.5': give a number"),
+        ("training.max_steps=010", "training.max_steps is '010': give a whole number"),
         ("training.run_name=yes", "training.run_name is True: give text, in quotes"),
         ("engine.ram=lots", "engine.ram is 'lots': give a size such as 32GiB"),
         ("engine.ram=-1", "engine.ram is -1: give a size such as 32GiB"),

@@ -82,6 +82,20 @@ def test_nor_is_a_run_trained_that_has_taken_its_place(tmp_path: Path, run: Run)
     assert everything_in(was) == before
 
 
+def test_a_copy_of_a_run_does_not_go_on_with_the_original(tmp_path: Path, run: Run) -> None:
+    assert run("train", write_config(tmp_path, max_steps=1, warmup_steps=0))[0] == 0
+    was, copied = tmp_path / "run", tmp_path / "a copy"
+    shutil.copytree(was, copied)
+    before = everything_in(was)
+    code, _, errors = run("train", copied / "run.yaml", "training.max_steps=2")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert f"output_dir is {str(was)!r}, of which {copied} is a copy: give 'output_dir={copied}' to go on" in errors
+    code, printed, errors = run("train", copied / "run.yaml", "training.max_steps=2", f"output_dir={copied}")
+    assert (code, errors) == (0, "") and "step 2/2" in printed and "step 1/2" not in printed
+    assert f"next: greedysnake export '{copied}' OUT" in printed
+    assert everything_in(was) == before
+
+
 def test_the_run_yaml_of_a_run_is_taken_wherever_its_folder_can_be_reached(tmp_path: Path, run: Run) -> None:
     was, moved, link = tmp_path / "run", tmp_path / "moved", tmp_path / "link"
     assert run("train", write_config(tmp_path, max_steps=1, warmup_steps=0))[0] == 0

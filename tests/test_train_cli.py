@@ -308,7 +308,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ("folder", "environment", "code", "told"),
     [
         ("run", ASCII, 0, "next: greedysnake export"),  # the file has letters of its own
-        ("läufe", {"PYTHONIOENCODING": "ascii"}, 0, r"l\xe4ufe OUT"),
+        ("läufe", {"PYTHONIOENCODING": "ascii"}, 0, r"l\xe4ufe' OUT"),
         ("läufe", ASCII, 2, r"greedysnake: '\xe4' in a path cannot be written in ascii: set LC_ALL=C.UTF-8"),
     ],
 )

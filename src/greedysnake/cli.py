@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -109,7 +110,7 @@ def init(
         raise ConfigError(f"{path} exists: give another name, or remove it") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): give another name") from error
-    print(f"wrote {path}: set model.path and data.paths in it, then run greedysnake train {path}")
+    print(f"wrote {path}: set model.path and data.paths in it, then run greedysnake train {shlex.quote(str(path))}")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -350,24 +351,33 @@ def load_config(
 
 
 def _require_not_moved(source: Path, run_id: Plain, output_dir: Path) -> None:
-    """ConfigError when `source` is the run.yaml of a folder that was output_dir before it was carried elsewhere."""
+    """ConfigError when `source` is the run.yaml of a folder that is not output_dir: carried elsewhere, or copied."""
     directory = (source.resolve() if source.is_symlink() else source).parent
-    if (directory / METRICS).exists() and not _holds_run(output_dir, run_id):
-        what = "another run now" if (output_dir / RUN).exists() else "no run any more"
+    if not (directory / METRICS).exists() or (output_dir.exists() and output_dir.samefile(directory)):
+        return
+    here, holds_it = shlex.quote(f"output_dir={directory}"), _holds_run(output_dir, run_id)
+    if holds_it is None:
+        return
+    if holds_it:
         raise ConfigError(
-            f"output_dir is {str(output_dir)!r}, where there is {what}: give output_dir={directory} to go on with the "
-            "one there, or another folder to begin anew"
+            f"output_dir is {str(output_dir)!r}, of which {directory} is a copy: give {here} to go on with the copy, "
+            f"or {output_dir / RUN} to go on with the other one"
         )
+    what = "another run now" if (output_dir / RUN).exists() else "no run any more"
+    raise ConfigError(
+        f"output_dir is {str(output_dir)!r}, where there is {what}: give {here} to go on with the one there, or "
+        "another folder to begin anew"
+    )
 
 
-def _holds_run(directory: Path, run_id: Plain) -> bool:
-    """Whether a folder is that of the run with this id; also where a damaged run.yaml is, of which others speak."""
+def _holds_run(directory: Path, run_id: Plain) -> bool | None:
+    """Whether a folder is that of the run with this id; None where its run.yaml is damaged, of which others speak."""
     try:
         return settings.read_yaml((directory / RUN).read_text(encoding="utf-8"), RUN).get(RUN_ID) == run_id
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (ConfigError, UnicodeDecodeError):
-        return True
+        return None
 
 
 def difference(had: Config, given: Config) -> str | None:
@@ -412,7 +422,9 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: greedysnake init {path} writes one to start from") from None
+        raise ConfigError(
+            f"{path} does not exist: greedysnake init {shlex.quote(str(path))} writes one to start from"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as text ({error}): give a YAML file") from error
 

@@ -211,7 +211,7 @@ def _scalar(value: Plain, hint: Any, path: str) -> Any:
     if hint is str and isinstance(value, str):
         return value
     if hint is str and isinstance(value, bool | int | float):
-        # What was written is not known: 12:30 is 750 by now, and yes is True.
+        # What was written is not known: 1_000 is 1000 by now, and yes is True.
         quotes = 'in quotes where it looks like something else ("...", in a shell \'"..."\')'
         raise ConfigError(f"{path} is {value!r}: give text, {quotes}")
     raise ConfigError(f"{path} is {value!r}: {_wanted(hint)}")
@@ -300,7 +300,7 @@ def _plain_value(value: Any) -> Plain:
 
 @cache
 def _loader() -> Any:
-    """YAML's safe loader, which also takes 1e-4 for a number, a date for text, and no key twice."""
+    """YAML's safe loader, which also takes 1e-4 for a number, dates, 12:30 and 010 for text, and no key twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -314,6 +314,8 @@ def _loader() -> Any:
 
     _take_powers_for_numbers(Loader)
     Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
+    for kind, construct in (("int", Loader.construct_yaml_int), ("float", Loader.construct_yaml_float)):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", _unless_old_notation(construct))
     return Loader
 
 
@@ -327,6 +329,12 @@ def _dumper() -> Any:
 
     _take_powers_for_numbers(Dumper)
     return Dumper
+
+
+def _unless_old_notation(construct: Any) -> Any:
+    """The number a node holds, but text for 12:30, which YAML 1.1 takes for 750, and for 010, which it takes for 8."""
+    old = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+    return lambda loader, node: node.value if old.fullmatch(node.value) else construct(loader, node)
 
 
 def _take_powers_for_numbers(reader: Any) -> None:

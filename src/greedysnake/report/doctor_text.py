@@ -51,10 +51,9 @@ def _what_it_means(drives: Sequence[Drive]) -> list[str]:
 def _verdict(diagnosis: Diagnosis) -> Text:
     if not diagnosis.ok:
         return Text("Training could not work here.", style="bold red")
-    num_warnings = len(diagnosis.problems)
-    return Text(
-        "Training can work here" + (f", with {num_warnings} warning(s)." if num_warnings else "."), style="bold green"
-    )
+    number = len(diagnosis.problems)
+    warnings = f", with {number} {'warning' if number == 1 else 'warnings'}" if number else ""
+    return Text(f"Training can work here{warnings}.", style="bold green")
 
 
 def _host_rows(host: Host) -> list[tuple[str, str]]:

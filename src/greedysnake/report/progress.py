@@ -5,6 +5,7 @@ On a terminal the line is redrawn in place; elsewhere lines are printed one afte
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -94,7 +95,8 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
         f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included",
         *([f"updates wait for the norm of the whole gradient: {footprint.waits}"] if footprint.waits else []),
-        f"{_count(tokens)} tokens per step: {prospect.num_micro_batches} micro-batches of "
+        f"{_count(tokens)} tokens per step: {prospect.num_micro_batches} "
+        f"{'micro-batch' if prospect.num_micro_batches == 1 else 'micro-batches'} of "
         f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
     ]
@@ -212,7 +214,7 @@ def summary_text(summary: Summary) -> str:
             f"{command} continues from there"
         )
     elif summary.num_steps >= summary.total_steps:
-        lines.append(f"next: greedysnake export {summary.output_dir} OUT")
+        lines.append(f"next: greedysnake export {shlex.quote(str(summary.output_dir))} OUT")
     return "\n".join(lines)
 
 
