@@ -21,6 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
+# Threads that wait for each other's part of an operator sleep: tests run side by side, and who spins takes their time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # What torch asks for where kernels on a GPU must give the same bits every time; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
