@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from greedysnake import settings
 from greedysnake.config import (
@@ -75,6 +77,15 @@ def test_numbers_and_sizes_may_be_written_as_people_write_them() -> None:
 def test_a_date_or_a_number_in_quotes_is_text(written: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(load_config(None, [f"data.text_column={written}"]).as_yaml())
     assert load_config(tmp_path / "a.yaml").data.text_column == written.strip("'\"")
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\x85\u2028\u2029\ufeff\n:'\"#-0123456789")),
+    st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none(),
+)
+def test_what_is_written_is_what_is_read(text: str, other: object) -> None:
+    values = {"a": {"b": text, text: other}, "c": [text, other]}
+    assert settings.read_yaml(settings.write_yaml(values), "a file") == values
 
 
 def test_sections_may_be_merged_as_yaml_does() -> None:

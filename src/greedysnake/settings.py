@@ -321,13 +321,16 @@ def _loader() -> Any:
 
 @cache
 def _dumper() -> Any:
-    """YAML's safe dumper, which puts text in quotes that `_loader` would take for a number."""
+    """YAML's safe dumper, which puts text in quotes that `_loader` would take for a number or fold into a space."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        pass
+        def represent_text(self, text: str) -> Any:
+            style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style)
 
     _take_powers_for_numbers(Dumper)
+    Dumper.add_representer(str, Dumper.represent_text)
     return Dumper
 
 
