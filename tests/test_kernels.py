@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -14,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import child
 from greedysnake import _native
 from greedysnake.errors import ConfigError
 from greedysnake.runtime.optimizer import (
@@ -24,6 +23,7 @@ from greedysnake.runtime.optimizer import (
     update_fp32,
     update_split,
 )
+from threads import require_threads
 
 ISAS = _native.available_isas()
 POOL = _native.ThreadPool(1)
@@ -533,23 +533,20 @@ def test_closed_pool_is_refused():
         _native.add_fp32(pool, address(values), address(values), 4)
 
 
+def affinity_of_pool(cpus: list[int]) -> list[list[int]]:
+    """CPUs on which each thread of a pool may run; fails if one is left when it was closed."""
+    before = set(os.listdir("/proc/self/task"))
+    pool = _native.ThreadPool(len(cpus), cpus)
+    found = [sorted(os.sched_getaffinity(int(task))) for task in set(os.listdir("/proc/self/task")) - before]
+    pool.close()
+    require_threads(at_most=len(before))
+    return sorted(found)
+
+
 def test_pool_pins_its_threads():
     cpus = sorted(os.sched_getaffinity(0))[:2]
-    script = f"""
-import os, time
-from greedysnake import _native
-before = set(os.listdir("/proc/self/task"))
-pool = _native.ThreadPool({len(cpus)}, {cpus})
-mine = set(os.listdir("/proc/self/task")) - before
-print(sorted(sorted(os.sched_getaffinity(int(task))) for task in mine))
-pool.close()
-deadline = time.monotonic() + 30
-while mine & set(os.listdir("/proc/self/task")) and time.monotonic() < deadline:
-    time.sleep(0.001)  # the kernel wakes who joins a thread before it takes the thread off its list
-print(mine & set(os.listdir("/proc/self/task")))
-"""  # by itself: other tests leave threads that come and go
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str([[cpu] for cpu in cpus]), "set()"]
+    # By itself: other tests leave threads that come and go.
+    assert child.call("test_kernels", "affinity_of_pool", cpus) == [[cpu] for cpu in cpus]
 
 
 def test_impossible_pool_is_refused():
