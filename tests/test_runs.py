@@ -96,6 +96,27 @@ def test_a_copy_of_a_run_does_not_go_on_with_the_original(tmp_path: Path, run: R
     assert everything_in(was) == before
 
 
+def test_nor_does_one_whose_storage_was_not_copied(tmp_path: Path, run: Run) -> None:
+    was, copied, storage = tmp_path / "run", tmp_path / "copy", tmp_path / "storage"
+    path = write_config(tmp_path, max_steps=1, warmup_steps=0)
+    assert run("train", path, f"engine.storage={storage}")[0] == 0
+    shutil.copytree(was, copied)
+    before = everything_in(storage)
+    for given in (copied / "run.yaml", path):
+        code, _, errors = run("train", given, f"output_dir={copied}", f"engine.storage={storage}")
+        assert (code, len(errors.splitlines())) == (2, 1)
+        assert f"{storage} holds the checkpoint of the run in {was}, of which {copied} is a copy: give that" in errors
+    assert everything_in(storage) == before
+    shutil.copytree(storage, tmp_path / "too")
+    more = f"output_dir={copied}", f"engine.storage={tmp_path / 'too'}", "training.max_steps=2"
+    assert "continued from the checkpoint of step 1" in run("train", copied / "run.yaml", *more)[1]
+    assert everything_in(storage) == before
+    shutil.rmtree(was)
+    copied.rename(tmp_path / "moved")  # now the only one
+    more = f"output_dir={tmp_path / 'moved'}", f"engine.storage={storage}", "training.max_steps=2"
+    assert "continued from the checkpoint of step 1" in run("train", tmp_path / "moved" / "run.yaml", *more)[1]
+
+
 def test_the_run_yaml_of_a_run_is_taken_wherever_its_folder_can_be_reached(tmp_path: Path, run: Run) -> None:
     was, moved, link = tmp_path / "run", tmp_path / "moved", tmp_path / "link"
     assert run("train", write_config(tmp_path, max_steps=1, warmup_steps=0))[0] == 0

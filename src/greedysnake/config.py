@@ -345,17 +345,17 @@ def load_config(
     settings.override(values, overrides)
     config = _with_home(settings.build(Config, values))
     if to_train and run_id and isinstance(source, str | Path) and written == config.output_dir:
-        _require_not_moved(Path(source), run_id, Path(config.output_dir))
+        _require_at_home(Path(source), run_id, Path(config.output_dir))
     _require_files(config)
     return config
 
 
-def _require_not_moved(source: Path, run_id: Plain, output_dir: Path) -> None:
+def _require_at_home(source: Path, run_id: Plain, output_dir: Path) -> None:
     """ConfigError when `source` is the run.yaml of a folder that is not output_dir: carried elsewhere, or copied."""
     directory = (source.resolve() if source.is_symlink() else source).parent
     if not (directory / METRICS).exists() or (output_dir.exists() and output_dir.samefile(directory)):
         return
-    here, holds_it = shlex.quote(f"output_dir={directory}"), _holds_run(output_dir, run_id)
+    here, holds_it = shlex.quote(f"output_dir={directory}"), holds_run(output_dir, run_id)
     if holds_it is None:
         return
     if holds_it:
@@ -370,7 +370,7 @@ def _require_not_moved(source: Path, run_id: Plain, output_dir: Path) -> None:
     )
 
 
-def _holds_run(directory: Path, run_id: Plain) -> bool | None:
+def holds_run(directory: Path, run_id: Plain) -> bool | None:
     """Whether a folder is that of the run with this id; None where its run.yaml is damaged, of which others speak."""
     try:
         return settings.read_yaml((directory / RUN).read_text(encoding="utf-8"), RUN).get(RUN_ID) == run_id

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from greedysnake import settings
-from greedysnake.config import HAS_CHECKPOINT, METRICS, RUN, RUN_ID, Config, difference
+from greedysnake.config import HAS_CHECKPOINT, METRICS, RUN, RUN_ID, Config, difference, holds_run
 from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, explained
 from greedysnake.runtime.opening import holds_checkpoint, holds_store
@@ -27,6 +27,8 @@ class Run:
     """None for runs that began before they had one."""
     has_checkpoint: bool
     """Whether one was saved."""
+    home: Path
+    """Its folder when that was noted: another one than now if it was moved or copied since."""
 
     def require_own(self, metadata: Mapping[str, object]) -> None:
         """ConfigError when `metadata` are those of a checkpoint that another run left in the storage of this one."""
@@ -44,7 +46,7 @@ def begin_run(config: Config, continued: Run | None) -> Run:
     run_id = continued.run_id if continued else None
     # What run.yaml says is given to later commands, which are not to discard this run.
     config = replace(config, overwrite_output_dir=False)
-    run = Run(config, run_id or uuid.uuid4().hex, has_checkpoint=continued is not None)
+    run = Run(config, run_id or uuid.uuid4().hex, continued is not None, Path(config.output_dir))
     note_run(run)
     return run
 
@@ -76,7 +78,8 @@ def load_run(directory: Path) -> Run:
             f"{path} is not what a training wrote there ({error}): restore it from a copy, or copy the YAML file of "
             "that training there; the checkpoint, which is in the storage, is not harmed"
         ) from error
-    return Run(config, None if run_id is None else str(run_id), has_checkpoint is True)
+    home = Path(str(values.get("output_dir", directory)))
+    return Run(config, None if run_id is None else str(run_id), has_checkpoint is True, home)
 
 
 def find_run(config: Config) -> Run | None:
@@ -112,6 +115,7 @@ def find_run(config: Config) -> Run | None:
         )
     for other in config.storage[1:]:
         require_store(config, other)
+    require_not_shared(run, first)
     return run
 
 
@@ -121,6 +125,19 @@ def require_store(config: Config, directory: Path) -> None:
         raise ConfigError(
             f"engine.storage: {directory} has nothing of the run in {config.output_dir}: mount the drive, give the "
             "directories of that run, or set overwrite_output_dir=true to discard it"
+        )
+
+
+def require_not_shared(run: Run, storage: Path) -> None:
+    """ConfigError for a copy of a run whose storage was not copied: the original would go on behind its own back."""
+    directory = Path(run.config.output_dir)
+    if run.run_id is None or not holds_run(run.home, run.run_id) or run.home.samefile(directory):
+        return
+    theirs = load_run(run.home).config.storage[0]
+    if theirs.exists() and theirs.samefile(storage):
+        raise ConfigError(
+            f"engine.storage: {storage} holds the checkpoint of the run in {run.home}, of which {directory} is a copy: "
+            "give that output_dir, or copy the storage as well and name its copy"
         )
 
 
