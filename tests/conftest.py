@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+MKFS = shutil.which("mkfs.ext4", path="/sbin:/usr/sbin:/bin:/usr/bin")
 
 # No test is judged by its time: machines differ, and they are busy.
 settings.register_profile("untimed", deadline=None)
@@ -37,6 +40,29 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A function that mounts a new ext4 of some MiB; all are unmounted at the end."""
+    if os.geteuid() != 0 or MKFS is None:
+        pytest.skip("mounting a small filesystem needs root and mkfs.ext4")
+    mounted: list[Path] = []
+
+    def new(num_mib: int) -> Path:
+        image, point = tmp_path / f"image{len(mounted)}", tmp_path / f"mount{len(mounted)}"
+        point.mkdir()
+        with image.open("wb") as file:
+            file.truncate(num_mib << 20)
+        subprocess.run([MKFS, "-q", "-m", "0", image], check=True)
+        if subprocess.run(["mount", "-o", "loop", image, point], capture_output=True).returncode:
+            pytest.skip("loop mounts are not allowed here")
+        mounted.append(point)
+        return point
+
+    yield new
+    for point in mounted:
+        subprocess.run(["umount", point], check=True)
 
 
 @pytest.fixture

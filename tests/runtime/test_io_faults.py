@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -354,22 +354,9 @@ def test_refused_o_direct_gives_one_warning_and_buffered_transfers(tmp_path: Pat
 
 
 @pytest.fixture
-def small_drive(tmp_path: Path) -> Iterator[Path]:
+def small_drive(mount: Callable[[int], Path]) -> Path:
     """A mounted ext4 of 16 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a loop device needs root")
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    image.write_bytes(bytes(16 * MIB))
-    for command in (["mkfs.ext4", "-q", "-F", str(image)], ["mount", "-o", "loop", str(image), str(mount)]):
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip(f"{command[0]} is not installed")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"{command[0]} does not work here: {error.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
+    return mount(16)
 
 
 @pytest.mark.root

@@ -28,8 +28,6 @@ BACKENDS = ["threads", *(["io_uring"] if io_uring_available()[0] else [])]
 NUM_REQUESTS = sum(len(spec.parts) for spec in EXTENTS)
 """Write requests of the first step, which writes part by part."""
 
-MKFS = shutil.which("mkfs.ext4", path="/sbin:/usr/sbin:/bin:/usr/bin")
-
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
@@ -37,29 +35,6 @@ needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace
 def io(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
     with IoEngine(request.param) as engine:
         yield engine
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """A function that mounts a new ext4 of some MiB; all are unmounted at the end."""
-    if os.geteuid() != 0 or MKFS is None:
-        pytest.skip("mounting a small filesystem needs root and mkfs.ext4")
-    mounted: list[Path] = []
-
-    def new(num_mib: int) -> Path:
-        image, point = tmp_path / f"image{len(mounted)}", tmp_path / f"mount{len(mounted)}"
-        point.mkdir()
-        with image.open("wb") as file:
-            file.truncate(num_mib << 20)
-        subprocess.run([MKFS, "-q", "-m", "0", image], check=True)
-        if subprocess.run(["mount", "-o", "loop", image, point], capture_output=True).returncode:
-            pytest.skip("loop mounts are not allowed here")
-        mounted.append(point)
-        return point
-
-    yield new
-    for point in mounted:
-        subprocess.run(["umount", point], check=True)
 
 
 def publish_steps(path: Path, io: IoEngine, num_steps: int) -> None:
