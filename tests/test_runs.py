@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+import greedysnake as gs
 from greedysnake import settings
 from greedysnake.config import load_config
-from greedysnake.runs import begin_run
-from training import Run, everything_in, metrics_of, values_in, write_config
+from greedysnake.runs import begin_run, one_at_a_time
+from training import Run, everything_in, metrics_of, quiet, values_in, write_config
 
 
 def test_another_run_in_the_output_dir_is_left_alone(trained: Path, run: Run) -> None:
@@ -169,6 +170,28 @@ def test_a_run_notices_that_another_has_overwritten_its_checkpoint(trained: Path
     assert (code, len(errors.splitlines())) == (2, 1) and sentence in errors
     assert everything_in(taken) == before and not (tmp_path / "out").exists()
     assert run("export", tmp_path / "other", tmp_path / "out")[0] == 0
+
+
+def test_the_storage_of_another_run_is_not_taken_for_an_overwritten_one(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
+    config = write_config(tmp_path, max_steps=2)
+    assert run("train", config)[0] == 0
+    code, _, errors = run("train", config, f"engine.storage=[{trained / 'run' / 'store'}]", "training.max_steps=3")
+    assert code == 2 and "holds the checkpoint of another run, that of" in errors and str(tmp_path) in errors
+    assert f"was in {tmp_path / 'run' / 'store'}: give that directory" in errors.replace("\n", " ")
+
+
+def test_a_run_under_way_keeps_others_out_of_its_folder(tmp_path: Path, run: Run) -> None:
+    config = write_config(tmp_path, max_steps=2)
+    trainer = gs.Trainer(str(config), console=quiet())
+    other = [f"engine.storage=[{tmp_path / 'other'}]", "overwrite_output_dir=true"]
+    with one_at_a_time(tmp_path / "run"):
+        code, _, errors = run("train", config, *other)
+        assert code == 2 and "in which a training is under way" in errors
+        assert not (tmp_path / "other").exists()
+    trainer.train()
+    assert run("train", config, *other)[0] == 0
 
 
 def test_a_run_without_an_id_continues_and_has_one_from_then_on(trained: Path, tmp_path: Path, run: Run) -> None:

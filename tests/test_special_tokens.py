@@ -93,6 +93,19 @@ def test_generation_of_a_model_from_a_folder_ends_at_the_trained_end_token_as_we
     assert exported.generation_config.top_k == (None if generation is None else 7)
 
 
+def test_files_of_the_tokenizer_that_was_not_trained_with_stay_behind(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path / "pretrained"
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("of another")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|pad|>"}')
+    (folder / "added_tokens.json").write_text('{"<more>": 262}')
+    exported = AutoTokenizer.from_pretrained(trained("a b", tmp_path, path=str(folder)))
+    assert exported.chat_template == ByteTokenizer.chat_template
+    assert (exported.eos_token_id, len(exported)) == (END, len(ByteTokenizer()))
+
+
 def test_a_damaged_generation_config_is_found_before_anything_is_written(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

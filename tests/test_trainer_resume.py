@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import greedysnake as gs
+from greedysnake.exporting import export_run
 from training import MODEL, metrics_of, quiet, train, values_in, write_rows
 
 
@@ -69,6 +70,8 @@ def test_a_model_that_changed_its_computation_but_not_its_shapes_is_noticed(tmp_
     (folder / "config.json").write_text(json.dumps({**stored, "rms_norm_eps": 0.5}))
     with pytest.raises(gs.ConfigError, match=r"model: rms_norm_eps is 0\.5 and was 1e-06 at the checkpoint of step 2"):
         train(values(max_steps=3))
+    with pytest.raises(gs.ConfigError, match=r"model: rms_norm_eps is 0\.5 and was 1e-06 at the checkpoint of step 2"):
+        export_run(tmp_path / "run", tmp_path / "out")
     (folder / "config.json").write_text(json.dumps({**stored, "use_cache": False}))  # nothing to do with training
     assert train(values(max_steps=3)).num_steps == 3
 
@@ -85,6 +88,29 @@ def test_a_signal_ends_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     summary = train(values_in(tmp_path, max_steps=8, eval_steps=2))
     assert (summary.num_steps, summary.stopped_by, summary.eval_loss, len(calls)) == (2, "SIGTERM", None, 1)
     assert "eval_loss" not in metrics_of(tmp_path / "run")[-1]
+
+
+def test_an_evaluation_at_the_end_that_a_signal_ended_is_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, evaluate = values_in(tmp_path, max_steps=2, eval_steps=2), gs.Engine.evaluate
+    wanted = train({**values, "output_dir": str(tmp_path / "straight")})
+
+    def interrupted(self: gs.Engine, batches: Any) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, batches)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(gs.Engine, "evaluate", interrupted)
+            summary = train(values)
+        assert (summary.num_steps, summary.stopped_by, summary.eval_loss) == (2, "SIGTERM", None)
+    assert train(values).eval_loss == wanted.eval_loss
+    lines, straight = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "straight")
+    assert [line.get("eval_loss") for line in lines] == [line.get("eval_loss") for line in straight]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in straight]
+    monkeypatch.setattr(gs.Engine, "evaluate", None)
+    assert train(values).num_steps == 2, "once is enough"
 
 
 @pytest.mark.parametrize("what", ["held-out data", "storage"])

@@ -9,7 +9,14 @@ from greedysnake.config import Config
 from greedysnake.data.tokenizers import load_tokenizer
 from greedysnake.errors import ConfigError, explained
 from greedysnake.models.export import DTYPES, export_model
-from greedysnake.preparation import make_model, model_configuration, open_engine, ram_budget
+from greedysnake.preparation import (
+    make_model,
+    model_configuration,
+    open_engine,
+    ram_budget,
+    require_same_model,
+    values_of,
+)
 from greedysnake.runs import load_run, require_none_lost
 from greedysnake.runtime.opening import holds_checkpoint
 
@@ -30,18 +37,21 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
         raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
     # What can be missing is read before anything is written.
     tokenizer: Any = load_tokenizer(config.tokenizer)
-    with explained("read", Path(config.data.chat_template)):
-        template = Path(config.data.chat_template).read_bytes() if config.data.chat_template else b""
-    model = make_model(config, model_configuration(config, is_new=False))
+    template = None
+    if config.data.chat_template:  # else the model would be asked in another form than it was trained in
+        with explained("read", Path(config.data.chat_template)):
+            template = Path(config.data.chat_template).read_bytes()
+    model_config = model_configuration(config, is_new=False)
+    model = make_model(config, model_config)
     tokens = _special_tokens(config, tokenizer, model.config.get_text_config().vocab_size)
     with open_engine(config, model, device="cpu", ram=ram_budget(config), resume=True) as engine:
-        noted.require_own(engine.metadata)
-        export_model(engine, model, out, dtype=dtype, special_tokens=tokens)
-        with explained("write", out):
-            if config.model.tokenizer is not None:  # else it came with the model's own folder
-                tokenizer.save_pretrained(out)
-            if template:  # else the model would be asked in another form than it was trained in
-                (out / "chat_template.jinja").write_bytes(template)
+        noted.require_own(engine.metadata, config.storage[0])
+        require_same_model(engine, values_of(model_config), str(run))
+        # A tokenizer that came with the model's own folder goes out as it came.
+        own = None if config.model.tokenizer is None else tokenizer
+        export_model(
+            engine, model, out, dtype=dtype, special_tokens=tokens, tokenizer=own, chat_template=template or None
+        )
         return engine.num_steps
 
 

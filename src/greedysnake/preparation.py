@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -106,7 +106,7 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     if config.training.eval_steps:
         validation = batches_of(config, tokenizer, "validation", progress)
         _require_vocabulary(config, model_config, validation)
-    values = _values_of(model_config)
+    values = values_of(model_config)
     return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, values, run)
 
 
@@ -215,16 +215,33 @@ def model_configuration(config: Config, *, is_new: bool = True) -> Any:
         return make_configuration(values)
 
 
-def _values_of(model_config: Any) -> dict[str, Plain]:
-    """As JSON, without what does not change the training."""
+def values_of(model_config: Any) -> dict[str, Plain]:
+    """What transformers' configuration says of a model, as JSON, without what does not change the training."""
     values: dict[str, Plain] = json.loads(json.dumps(model_config.to_dict(), default=str))
     return {key: value for key, value in values.items() if key not in _NOT_TRAINED}
+
+
+def require_same_model(engine: Engine, values: Mapping[str, Plain], output_dir: str) -> None:
+    """ConfigError unless `values_of` the model are those of the checkpoint: weights in a model that computes something
+    else are not what was trained. Their shapes do not tell."""
+    had = engine.metadata.get("model")
+    if not isinstance(had, dict):  # saved before checkpoints had it
+        return
+    same_version = had.get(TRANSFORMERS) == values.get(TRANSFORMERS)
+    for key in sorted({*had, *values} - {TRANSFORMERS}):
+        if had.get(key) != values.get(key) and (same_version or (key in had and key in values)):
+            raise ConfigError(
+                f"model: {key} is {values.get(key)!r} and was {had.get(key)!r} at the checkpoint of step "
+                f"{engine.num_steps} in {output_dir}: restore it (config.json of model.path), or start anew in another "
+                "output_dir"
+            )
 
 
 def make_model(config: Config, model_config: Any) -> CausalLM:
     """The model as blocks, without its values yet; ConfigError when it cannot be trained, or not on such data."""
     with _key("model: "):
         model = load_model(config.model.path or model_config, seed=config.training.seed)
+    _require_untrained(config, model)
     if config.data.packing and not model.split.packs:
         raise ConfigError(
             f"data.packing is true, and {model_config.model_type} cannot keep packed documents apart: set it to false"
@@ -328,6 +345,19 @@ def _require_weights(config: Config) -> None:
                 f"{config.model.path} has a config.json and no safetensors: fetch the weights, or put what config.json "
                 "says under model.config to start from random ones"
             )
+
+
+def _require_untrained(config: Config, model: CausalLM) -> None:
+    """A checkpoint has what is trained; the rest comes from the model's files each time."""
+    if config.model.path is None or model.has_weights:
+        return
+    names = model.untrained_names(model.skeleton())
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ConfigError(
+            f"model.path: {config.model.path} has no safetensors any more, and {names[0]}{more} come from there: they "
+            "are not trained, so no checkpoint has them: fetch the weights again"
+        )
 
 
 def _require_positions(config: Config, model_config: Any) -> None:

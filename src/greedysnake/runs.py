@@ -5,9 +5,12 @@ A run has an id, in its folder and in its checkpoints: a store may come to hold 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,15 +33,44 @@ class Run:
     home: Path
     """Its folder when that was noted: another one than now if it was moved or copied since."""
 
-    def require_own(self, metadata: Mapping[str, object]) -> None:
-        """ConfigError when `metadata` are those of a checkpoint that another run left in the storage of this one."""
-        found = metadata.get(RUN_ID)
-        if found is not None and found != self.run_id:
+    def require_own(self, metadata: Mapping[str, object], storage: Path) -> None:
+        """ConfigError when `metadata`, of the checkpoint in `storage`, are those of another run."""
+        found, noted = metadata.get(RUN_ID), self.config.storage[0]
+        if found is None or found == self.run_id:
+            return
+        if noted.exists() and not noted.samefile(storage):
             raise ConfigError(
-                f"engine.storage: {self.config.storage[0]} holds the checkpoint of another run, which has overwritten "
-                f"that of {self.config.output_dir}: give the output_dir of that run"
-                + ("" if self.run_id else f"; if {RUN} was written by hand, add the line {RUN_ID}: {found!r} to it")
+                f"engine.storage: {storage} holds the checkpoint of another run, that of {self.config.output_dir} was "
+                f"in {noted}: give that directory"
             )
+        raise ConfigError(
+            f"engine.storage: {storage} holds the checkpoint of another run, which has overwritten "
+            f"that of {self.config.output_dir}: give the output_dir of that run"
+            + ("" if self.run_id else f"; if {RUN} was written by hand, add the line {RUN_ID}: {found!r} to it")
+        )
+
+
+@contextmanager
+def one_at_a_time(directory: Path) -> Iterator[None]:
+    """Keeps other trainings out of the folder of a run: their storage may be another, and the folder is not.
+
+    The folder itself is locked, so that no file is left behind; where its file system has no such locks, nothing is.
+    """
+    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"output_dir is {str(directory)!r}, in which a training is under way: wait for its end, or name "
+                "another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        yield
+    finally:
+        os.close(folder)
 
 
 def begin_run(config: Config, continued: Run | None) -> Run:

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from greedysnake.config import METRICS, RUN_ID, Config, load_config
-from greedysnake.errors import ConfigError, StorageError
-from greedysnake.preparation import TRANSFORMERS, Prepared, open_engine, prepare, why_not_compiled
+from greedysnake.errors import ConfigError, StorageError, explained
+from greedysnake.preparation import Prepared, open_engine, prepare, require_same_model, why_not_compiled
 from greedysnake.report.metrics import MetricsFile, step_record
 from greedysnake.report.progress import (
     Progress,
@@ -31,7 +31,7 @@ from greedysnake.report.progress import (
     summary_text,
 )
 from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
-from greedysnake.runs import Run, begin_run, note_run
+from greedysnake.runs import Run, begin_run, note_run, one_at_a_time
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
 
@@ -62,6 +62,9 @@ class Trainer:
         prepared, config = self.prepared, self.config
         directory = Path(config.output_dir)
         with ExitStack() as resources:
+            with explained("use", directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                resources.enter_context(one_at_a_time(directory))
             resources.enter_context(_threads(config.engine.compute_threads))
             engine = resources.enter_context(
                 open_engine(
@@ -75,9 +78,9 @@ class Trainer:
             )
             first = engine.num_steps
             if prepared.run:
-                prepared.run.require_own(engine.metadata)
+                prepared.run.require_own(engine.metadata, config.storage[0])
             if prepared.resume:
-                _require_same_model(engine, prepared)
+                require_same_model(engine, prepared.model_values, config.output_dir)
                 _require_same_data(engine, prepared)
             run = begin_run(config, prepared.run)
             with lost_terminal():
@@ -143,21 +146,6 @@ def _require_same_data(engine: Engine, prepared: Prepared) -> None:
     )
 
 
-def _require_same_model(engine: Engine, prepared: Prepared) -> None:
-    """Weights in a model that computes something else are not what was trained. Their shapes do not tell."""
-    had, now = engine.metadata.get("model"), prepared.model_values
-    if not isinstance(had, dict):  # saved before checkpoints had it
-        return
-    same_version = had.get(TRANSFORMERS) == now.get(TRANSFORMERS)
-    for key in sorted({*had, *now} - {TRANSFORMERS}):
-        if had.get(key) != now.get(key) and (same_version or (key in had and key in now)):
-            raise ConfigError(
-                f"model: {key} is {now.get(key)!r} and was {had.get(key)!r} at the checkpoint of step "
-                f"{engine.num_steps} in {prepared.config.output_dir}: restore it (config.json of model.path), or start "
-                "anew in another output_dir"
-            )
-
-
 class _Training:
     """The loop, with what it counts."""
 
@@ -203,6 +191,9 @@ class _Training:
                 if self._is_due(self._training.save_steps):
                     self._save()
             self._save()
+            if self._lacks_last_loss() and not requests:
+                self._make_up_evaluation(requests)
+            is_done = self._engine.num_steps >= self._prepared.num_steps and not self._lacks_last_loss()
         return Summary(
             output_dir=self._prepared.config.output_dir,
             num_steps=self._engine.num_steps,
@@ -213,7 +204,7 @@ class _Training:
             num_skipped=self._engine.num_skipped,
             elapsed_s=time.monotonic() - start_s,
             ssd_written_bytes=self._engine.ssd_written_bytes,
-            stopped_by=requests[0] if requests and self._engine.num_steps < self._prepared.num_steps else None,
+            stopped_by=requests[0] if requests and not is_done else None,
             overwrites=self._prepared.config.overwrite_output_dir,
         )
 
@@ -248,6 +239,21 @@ class _Training:
             total += self._engine.evaluate(group) * targets
             num_targets += targets
         return total / num_targets
+
+    def _lacks_last_loss(self) -> bool:
+        """Whether all steps are done but the evaluation at the end, as when a signal came during it."""
+        last, step = self._metrics.last, self._engine.num_steps
+        evaluates = self._prepared.validation is not None and step == self._prepared.num_steps
+        return evaluates and last is not None and last["step"] == step and "eval_loss" not in last
+
+    def _make_up_evaluation(self, requests: list[str]) -> None:
+        loss = self._evaluate(requests)
+        if loss is None:
+            return
+        self._eval_loss = loss
+        self._metrics.amend({"eval_loss": loss})
+        for tracker in self._trackers:
+            tracker.log(self._engine.num_steps, {"eval_loss": loss})
 
     def _report(self, record: Mapping[str, object]) -> None:
         try:

@@ -91,12 +91,15 @@ def test_files_of_the_tokenizer_and_of_generation_come_along(tmp_path: Path) -> 
         gs.export_model(engine, model, source)
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("template")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("another")
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
     (source / "training notes.txt").write_text("mine")
     again = gs.load_model(source)
     with make_engine(again, tmp_path / "again") as engine:
         gs.export_model(engine, again, tmp_path / "out")
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+    more = "additional_chat_templates/tool_use.jinja"
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", more):
         assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
     assert not (tmp_path / "out" / "training notes.txt").exists()
 
@@ -123,6 +126,40 @@ def test_a_folder_in_use_is_left_alone_and_a_failure_leaves_nothing(
     assert [path.name for path in used.iterdir()] == ["file"]
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert out.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "link to nowhere", "working directory", "mount point"])
+def test_an_empty_folder_stays_the_folder_that_it_is(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    place = request.getfixturevalue("mount")(16) if kind == "mount point" else tmp_path / "place"
+    out = place
+    if kind == "mount point":
+        (place / "lost+found").rmdir()
+    elif kind != "link to nowhere":
+        place.mkdir(mode=0o700)
+    if kind.startswith("link"):
+        out = tmp_path / "link"
+        out.symlink_to(place)
+    elif kind == "working directory":
+        monkeypatch.chdir(place)
+        out = Path()
+    before = place.stat().st_ino if place.exists() else None
+    model = gs.load_model(make_config("llama"), seed=3)
+    with make_engine(model, tmp_path) as engine:
+        with monkeypatch.context() as patch, pytest.raises(gs.StorageError, match="the drive is gone"):
+            patch.setattr("os.fsync", fail)
+            gs.export_model(engine, model, out)
+        assert not place.exists() or not list(place.iterdir())
+        assert gs.export_model(engine, model, out) == out
+    assert before in (None, place.stat().st_ino) and (place.stat().st_mode & 0o777 == 0o700 or kind[0] in "ml")
+    assert sorted(path.name for path in place.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert mean_loss(load_whole(place, "sdpa")) > 0
+    assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
 def fail(file: int) -> None:

@@ -249,15 +249,16 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         assert "is no index of safetensors files" in refused(folder)
 
 
-def test_weights_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "said"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weights_that_are_quantized_are_refused(dtype: torch.dtype, said: str, tmp_path: Path) -> None:
     """Quantized ones whose config.json does not say so."""
     from safetensors.torch import load_file, save_file
 
     make_whole("llama").save_pretrained(tmp_path)
     values = load_file(tmp_path / "model.safetensors")
-    values["model.norm.weight"] = values["model.norm.weight"].to(torch.int8)
+    values["model.norm.weight"] = values["model.norm.weight"].to(dtype)
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert "model.norm.weight" in refused(tmp_path) and "is of whole numbers (I8)" in refused(tmp_path)
+    assert "model.norm.weight" in refused(tmp_path) and f"is {said}, so the model is quantized" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])

@@ -21,13 +21,28 @@ from greedysnake.errors import ConfigError, StorageError, explained
 from greedysnake.models.huggingface import CausalLM
 from greedysnake.sizes import parse_size
 
-DTYPES = {"bfloat16": (torch.bfloat16, "BF16"), "float32": (torch.float32, "F32")}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NAMES = {
+    **{torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.bool: "BOOL"},
+    **{torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64"},
+}
+"""Of dtypes in the header of a safetensors file."""
+CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", CHAT_TEMPLATE, "chat_template.json", "tekken.json"),
 )
+MORE_TEMPLATES = "additional_chat_templates"
+CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 END = "eos_token_id"
+
+
+class Tokenizer(Protocol):
+    """One of transformers, or ours."""
+
+    def save_pretrained(self, folder: Path) -> object:
+        """Writes its files to a folder that exists."""
 
 
 class HasParameters(Protocol):
@@ -45,10 +60,14 @@ def export_model(
     dtype: str = "bfloat16",
     max_shard_bytes: int | str = "5GB",
     special_tokens: Mapping[str, int | None] | None = None,
+    tokenizer: Tokenizer | None = None,
+    chat_template: bytes | None = None,
 ) -> Path:
-    """Writes safetensors files, configuration, generation configuration and, if the model came with them, the
-    tokenizer's files. `out` must not exist or be empty; it appears when everything is written. Returns it.
+    """Writes safetensors files, configuration, generation configuration and the tokenizer: `tokenizer`, or the one
+    that the model came with; `chat_template` takes the place of its own. `out` must not exist or be empty; what is
+    written appears there when all of it is. Returns `out`.
 
+    Parameters have `dtype`; what is not trained keeps the dtype that it is computed with.
     `special_tokens` are ids of the tokenizer by their names in config.json, such as "eos_token_id". A model that was
     made from a configuration gets them all. One from a folder keeps its own, and its generation ends at
     "eos_token_id" as well.
@@ -63,9 +82,9 @@ def export_model(
     buffers = model.persistent_buffers(skeleton)
     blocks = _blocks(model, skeleton, buffers)
     shards = _plan(skeleton, blocks, dtype, parse_size(max_shard_bytes))
-    with explained("write", target), _appearing(target) as partial:
+    with explained("write", target), _appearing(Path(os.path.realpath(target))) as partial:
         _require_space(partial, shards)
-        with _Writer(partial, shards, dtype) as writer:
+        with _Writer(partial, shards) as writer:
             _write_weights(
                 engine, model, skeleton, {name: set(block) for name, block in blocks.items()}, buffers, writer
             )
@@ -73,42 +92,68 @@ def export_model(
         config.architectures = [type(skeleton).__name__]
         config.save_pretrained(partial)
         (partial / GENERATION_CONFIG).write_text(generation, encoding="utf-8")
-        _write_rest(model, partial, shards)
+        _write_index(partial, shards)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        elif model.path is not None:
+            _copy_tokenizer(model.path, partial)
+        if chat_template is not None:
+            (partial / CHAT_TEMPLATE).write_bytes(chat_template)
     return target
 
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that becomes it at the end, and is removed if there is an error."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    """A folder on the drive of `target` whose content is there at the end, and that is removed if there is an error.
+
+    A target that exists stays the folder that it is: it may be a mount point, a link or somebody's working directory.
+    Nobody takes it for a model before config.json is in it, which comes last.
+    """
+    exists = target.is_dir()
+    beside = target if exists else target.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=beside))
     try:
         yield partial
-        partial.chmod(0o755)
-        partial.rename(target)
+        if exists:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG):
+                path.rename(target / path.name)
+            partial.rmdir()
+        else:
+            partial.chmod(0o755)
+            partial.rename(target)
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a tensor in the data of a file."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
 
 
 @dataclass
 class _Shard:
     """One file: where each of its tensors goes."""
 
-    places: dict[str, tuple[torch.Size, int, int]] = field(default_factory=dict)
-    """Shape, and first and last byte of the data."""
+    places: dict[str, _Place] = field(default_factory=dict)
     num_bytes: int = 0
     name: str = ""
 
-    def add(self, name: str, shape: torch.Size, num_bytes: int) -> None:
-        self.places[name] = (shape, self.num_bytes, self.num_bytes + num_bytes)
-        self.num_bytes += num_bytes
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        self.places[name] = _Place(tensor.shape, tensor.dtype, self.num_bytes)
+        self.num_bytes += tensor.nbytes
 
-    def header(self, dtype: str) -> bytes:
+    def header(self) -> bytes:
         """As the format of safetensors has it: length, then JSON, padded so that the data are aligned."""
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        for name, (shape, start, end) in self.places.items():
-            table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        for name, place in self.places.items():
+            offsets = [place.start, place.start + place.shape.numel() * place.dtype.itemsize]
+            table[name] = {"dtype": NAMES[place.dtype], "shape": list(place.shape), "data_offsets": offsets}
         text = json.dumps(table).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -118,15 +163,17 @@ Blocks = dict[str, dict[str, torch.Tensor]]
 
 
 def _plan(skeleton: nn.Module, blocks: Blocks, dtype: str, max_bytes: int) -> list[_Shard]:
-    """Which tensor goes where, found by converting tensors without values."""
-    item_bytes = DTYPES[dtype][0].itemsize
+    """Which tensor goes where, and in which dtype, found by converting tensors without values."""
     shards = [_Shard()]
     for block in blocks.values():
-        for name, tensor in to_disk(skeleton, block).items():
-            num_bytes = tensor.numel() * item_bytes
-            if shards[-1].places and shards[-1].num_bytes + num_bytes > max_bytes:
+        as_written = {
+            name: tensor.to(DTYPES[dtype]) if isinstance(tensor, nn.Parameter) else tensor
+            for name, tensor in block.items()
+        }
+        for name, tensor in to_disk(skeleton, as_written).items():
+            if shards[-1].places and shards[-1].num_bytes + tensor.nbytes > max_bytes:
                 shards.append(_Shard())
-            shards[-1].add(name, tensor.shape, num_bytes)
+            shards[-1].add(name, tensor)
     for number, shard in enumerate(shards):
         shard.name = (
             "model.safetensors" if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -187,19 +234,19 @@ def _first_names(skeleton: nn.Module) -> dict[str, str]:
 class _Writer:
     """Puts tensors at their places in the files."""
 
-    def __init__(self, folder: Path, shards: Sequence[_Shard], dtype: str) -> None:
-        self._dtype = DTYPES[dtype][0]
+    def __init__(self, folder: Path, shards: Sequence[_Shard]) -> None:
         self._stack = ExitStack()
-        self._places: dict[str, tuple[int, torch.Size, int]] = {}
+        self._places: dict[str, tuple[int, int, _Place]] = {}
+        """File, where its data begin, and the place in them."""
         self._files: list[int] = []
         for shard in shards:
-            header = shard.header(DTYPES[dtype][1])
+            header = shard.header()
             file = os.open(folder / shard.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             self._stack.callback(os.close, file)
             self._files.append(file)
             _pwrite(file, header, 0)
-            for name, (shape, start, _) in shard.places.items():
-                self._places[name] = (file, shape, len(header) + start)
+            for name, place in shard.places.items():
+                self._places[name] = (file, len(header), place)
 
     def __enter__(self) -> _Writer:
         return self
@@ -209,11 +256,11 @@ class _Writer:
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
-            file, shape, offset = self._places.pop(name)
-            if tensor.shape != shape:
-                raise ConfigError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(shape)}")
-            data = tensor.to(self._dtype).contiguous().view(-1).view(torch.uint8).numpy()
-            _pwrite(file, data.data, offset)
+            file, first, place = self._places.pop(name)
+            if tensor.shape != place.shape:
+                raise ConfigError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(place.shape)}")
+            data = tensor.to(place.dtype).contiguous().view(-1).view(torch.uint8).numpy()
+            _pwrite(file, data.data, first + place.start)
 
     def finish(self) -> None:
         assert not self._places, sorted(self._places)
@@ -278,13 +325,18 @@ def _ending_at(token: int, generation: str, path: Path) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def _write_rest(model: CausalLM, folder: Path, shards: Sequence[_Shard]) -> None:
-    """Where tensors are, and the tokenizer."""
+def _write_index(folder: Path, shards: Sequence[_Shard]) -> None:
+    """Which file a tensor is in."""
     if len(shards) > 1:
         table = {name: shard.name for shard in shards for name in shard.places}
         total = sum(shard.num_bytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(table.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
-        if model.path is not None and (model.path / name).is_file():
-            shutil.copyfile(model.path / name, folder / name)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, folder / MORE_TEMPLATES)

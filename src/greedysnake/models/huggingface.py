@@ -131,10 +131,15 @@ class CausalLM:
             return f"layers.{name.removeprefix(layers).partition('.')[0]}"
         return "head" if name in self.split.head else "embed"
 
-    def persistent_buffers(self, skeleton: nn.Module) -> dict[str, torch.Tensor]:
-        """Values that belong to the model but are not trained, by Hugging Face's names; few models have any."""
+    def untrained_names(self, skeleton: nn.Module) -> list[str]:
+        """What belongs to the model but is not trained, by Hugging Face's names: few models have any, such as the bias
+        by which some choose their experts."""
         parameters = dict(skeleton.named_parameters(remove_duplicate=False))
-        names = [name for name in skeleton.state_dict() if name not in parameters]
+        return [name for name in skeleton.state_dict() if name not in parameters]
+
+    def persistent_buffers(self, skeleton: nn.Module) -> dict[str, torch.Tensor]:
+        """The values of `untrained_names`."""
+        names = self.untrained_names(skeleton)
         if not names:
             return {}
         own = self.skeleton()
@@ -143,7 +148,7 @@ class CausalLM:
         found = {}
         for name in names:
             owner, _, attribute = name.rpartition(".")
-            values = None if weights is None else weights.load(self.block_of(name))
+            values = None if weights is None else weights.load(self.block_of(name), buffers_only=True)
             module = own.get_submodule(owner)
             materializer.fill([module], values, initialize=False, index=0)
             found[name] = getattr(module, attribute)
@@ -209,8 +214,9 @@ def _fill(
     index: int,
     values: bool,
 ) -> None:
-    """Gives one block its values; without `values`, memory that nobody has touched yet."""
-    loaded = weights.load(name) if weights is not None and values else None
+    """Gives one block its values. Without `values` its parameters get memory that nobody has touched yet: a checkpoint
+    has their values, and not those of buffers."""
+    loaded = None if weights is None else weights.load(name, buffers_only=not values)
     modules = [module for part in block.children() for module in part.modules()]
     with frame.whole():
         materializer.fill(modules, loaded, initialize=values, index=index)

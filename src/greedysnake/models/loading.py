@@ -24,6 +24,9 @@ SINGLE = "model.safetensors"
 INITIALIZED = "_is_hf_initialized"
 """Flag by which Hugging Face's initialisation knows what to leave alone."""
 
+FULL = ("F64", "F32", "F16", "BF16")
+"""What weights can be trained from, by the names that safetensors has; there is F8 as well."""
+
 COMPARED_ROWS = 4096
 
 
@@ -122,6 +125,7 @@ class Weights:
         self._files = files
         self._skeleton = skeleton
         self._wanted = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
+        self._parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
         self._aliases = _aliases(skeleton)
         self._conversions: dict[str, dict[str, Any]] = defaultdict(dict)
         self.unused: list[str] = []
@@ -138,10 +142,10 @@ class Weights:
                 covered |= targets
                 sources = [source for found in conversion.layer_targets.values() for source in found]
                 for source in sources:
-                    if not stored[source][1].startswith(("F", "BF")):
+                    if name in self._parameters and stored[source][1] not in FULL:
                         raise ConfigError(
-                            f"{source} in {self._files.folder} is of whole numbers ({stored[source][1]}), so the model "
-                            "is quantized: give one with full weights"
+                            f"{source} in {self._files.folder} is {stored[source][1]}, so the model is quantized: give "
+                            f"one with full weights ({', '.join(FULL)})"
                         )
                 is_renaming = len(sources) == 1 and not hasattr(conversion, "operations")
                 if is_renaming and stored[sources[0]][0] != self._wanted[name]:
@@ -158,10 +162,13 @@ class Weights:
             )
         self._check_tied(covered)
 
-    def load(self, block: str) -> dict[str, torch.Tensor]:
-        """The values of one block by their names in memory, in the dtype of the files."""
+    def load(self, block: str, *, buffers_only: bool = False) -> dict[str, torch.Tensor]:
+        """The values of one block by their names in memory, in the dtype of the files; those of parameters are not
+        read if `buffers_only`."""
         values: dict[str, torch.Tensor] = {}
         for name, planned in self._conversions[block].items():
+            if buffers_only and name in self._parameters:
+                continue
             conversion = copy.deepcopy(planned)
             converted = conversion.convert(name, model=self._skeleton, config=self._skeleton.config)
             for target, value in converted.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -50,14 +50,30 @@ class MetricsFile:
         """`last_step` is the step of the checkpoint, 0 for a new run."""
         self.path = path
         with explained("write", path):
-            _cut(path, last_step)
+            # Of what is dropped as a whole, nothing is read: it may be anything.
+            records = read_metrics(path) if last_step else []
+            kept = [record for record in records if int(str(record["step"])) <= last_step]
+            _replace(path, kept)
             self._file = path.open("a")
+        self.last: Mapping[str, object] | None = kept[-1] if kept else None
+        """The line of the last step."""
 
     def write(self, record: Mapping[str, object]) -> None:
         """Adds one line, which is in the file on return. Numbers that JSON does not have become null."""
         with explained("write", self.path):
-            self._file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+            self._file.write(_line(record))
             self._file.flush()
+        self.last = record
+
+    def amend(self, values: Mapping[str, object]) -> None:
+        """Adds `values` to the last line."""
+        records = read_metrics(self.path)
+        records[-1].update(values)
+        self._file.close()
+        with explained("write", self.path):
+            _replace(self.path, records)
+            self._file = self.path.open("a")
+        self.last = records[-1]
 
     def close(self) -> None:
         with suppress(OSError):  # every line is in the file already, but one that was refused, and that was told
@@ -92,13 +108,15 @@ def _record(line: bytes, path: Path, number: int) -> dict[str, object]:
     return record
 
 
-def _cut(path: Path, last_step: int) -> None:
-    """Keeps the lines up to a step. The old file stays until the new one is complete."""
-    # Of what is dropped as a whole, nothing is read: it may be anything.
-    kept = [record for record in read_metrics(path) if int(str(record["step"])) <= last_step] if last_step else []
+def _replace(path: Path, records: Iterable[Mapping[str, object]]) -> None:
+    """The old file stays until the new one is complete."""
     new = path.with_name(path.name + ".new")
-    new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    new.write_text("".join(map(_line, records)))
     os.replace(new, path)
+
+
+def _line(record: Mapping[str, object]) -> str:
+    return json.dumps({name: _finite(value) for name, value in record.items()}) + "\n"
 
 
 def _finite(value: object) -> object:
