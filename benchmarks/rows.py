@@ -90,8 +90,8 @@ def speed(run: str, over: str, *, system: str = "greedysnake", peer: str = "gree
 
 
 def last_step(run: str, over: str) -> Callable[[Found], float]:
-    """Of last steps: the first counted one has a collection of Python's garbage in it, and with clipping it is the start
-    and moves less."""
+    """Of last steps: the first counted one has a collection of Python's garbage in it, and with clipping it is the
+    start and moves less."""
 
     def ratio(found: Found) -> float:
         ours, theirs = (system_of(found[name], "greedysnake") for name in (run, over))

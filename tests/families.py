@@ -180,9 +180,10 @@ def train_whole(
     max_grad_norm: float = 1.0,
 ) -> Trained:
     named = dict(model.named_parameters())
+    decaying = {name: p for name, p in named.items() if p.dim() >= 2 and "bias" not in name}
     groups = [
-        {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": list(decaying.values()), "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for name, p in named.items() if name not in decaying], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     trained = Trained()

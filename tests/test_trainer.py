@@ -215,6 +215,15 @@ def test_tokens_and_bytes_written_count_over_all_parts_of_a_run(tmp_path: Path) 
     assert totals[3] < first.ssd_written_bytes <= totals[4] < totals[-1] < second.ssd_written_bytes
 
 
+def test_a_checkpoint_of_what_lives_in_ram_counts_among_the_bytes_written(tmp_path: Path) -> None:
+    written = []
+    for steps in (2, 3, 4):
+        values = values_in(tmp_path, max_steps=steps)
+        values["engine"] |= {"placement": {"weights_ram": 1.0, "optimizer_ram": 1.0, "activations_ram": 1.0}}
+        written.append(train(values).ssd_written_bytes)
+    assert written[0] > 0 and written == [written[0], 2 * written[0], 3 * written[0]]
+
+
 def test_epochs_make_steps_when_max_steps_does_not(tmp_path: Path) -> None:
     trainer = gs.Trainer(values_in(tmp_path, max_steps=-1, num_train_epochs=2), console=quiet())
     per_epoch = trainer.prepared.train.num_micro_batches_per_epoch

@@ -43,6 +43,15 @@ def test_json_lines_json_lists_and_text_files_are_read(tmp_path: Path) -> None:
     assert read(tmp_path, *paths) == ["three", "four", "five", "six\nseven\r\n", "print(8)\n"]
 
 
+def test_a_long_text_ends_once_whatever_blank_lines_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("greedysnake.data.rows.PART_CHARACTERS", 8)
+    (tmp_path / "a.txt").write_text("some text\n" + "\n" * 20 + "and more\n" + "\n" * 40)
+    batches = make_batches(tmp_path / "cache", [tmp_path / "a.txt"], packing=False)
+    tokens = [token for batch in batches.iter_all() for row in batch["input_ids"].tolist() for token in row]
+    assert tokens.count(ByteTokenizer.eos_token_id) == 1
+    assert ByteTokenizer().decode(tokens, skip_special_tokens=True).split() == ["some", "text", "and", "more"]
+
+
 def test_folders_and_globs_are_sorted_and_a_file_counts_once(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for name in ("z.txt", "a/x.md", "a/.hidden.txt", ".git/config.txt", "__pycache__/y.py", "image.png", "a/b.py"):

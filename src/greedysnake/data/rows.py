@@ -63,17 +63,20 @@ def _text_rows(source: Source, text_column: str) -> Iterator[Row]:
             part = _next_part(file)
             while part:
                 following = _next_part(file)
-                if part.strip():
-                    yield Row(str(source.path), {text_column: part}, ends=not following)
+                yield Row(str(source.path), {text_column: part}, ends=not following)
                 part = following
         except UnicodeDecodeError as error:
             yield Row(str(source.path), {}, f"not UTF-8 text (byte 0x{error.object[error.start]:02x})")
 
 
 def _next_part(file: TextIO) -> str:
-    part = file.read(PART_CHARACTERS)
-    # Up to the end of the line, unless a line goes on for ever.
-    return part + file.readline(PART_CHARACTERS) if len(part) == PART_CHARACTERS else part
+    """The next one that is not blank; "" at the end of the file."""
+    while part := file.read(PART_CHARACTERS):
+        if len(part) == PART_CHARACTERS:  # up to the end of the line, unless a line goes on for ever
+            part += file.readline(PART_CHARACTERS)
+        if part.strip():
+            break
+    return part
 
 
 def _json_rows(source: Source) -> Iterator[Row]:

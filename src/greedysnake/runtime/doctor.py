@@ -132,7 +132,12 @@ def drive_problems(drive: Drive) -> Iterator[Problem]:
         return Problem(severity, drive.path, f"{drive.path} {problem}", fix)
 
     if not drive.exists:
-        yield found("error", "is not an existing directory", f"make it with mkdir -p {drive.path}, or give another one")
+        if os.path.lexists(drive.path):
+            yield found("error", "is not a directory", "give a directory")
+        else:
+            yield found(
+                "error", "is not an existing directory", f"make it with mkdir -p {drive.path}, or give another one"
+            )
         return
     assert drive.free_bytes is not None
     if drive.write_error is not None:

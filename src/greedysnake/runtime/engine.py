@@ -274,14 +274,14 @@ class Engine:
             raise ConfigError("the engine was made with checkpoints=False, which keeps no room for one: leave it out")
         with self._alone("save()"):
             self._call(self._flush)
-            own = {
-                "num_updates": self._updates.num_updates,
-                "num_skipped": self._num_skipped,
-                "chunk_params": self._chunk_params,
-                "ssd_written_bytes": self.ssd_written_bytes,
-            }
             try:
                 self._state.write_ram_parts()
+                own = {
+                    "num_updates": self._updates.num_updates,
+                    "num_skipped": self._num_skipped,
+                    "chunk_params": self._chunk_params,
+                    "ssd_written_bytes": self.ssd_written_bytes,  # with the RAM parts, which were just written
+                }
                 self._store.publish(self._step, {**own, "user": dict(metadata or {})})
             except KeyboardInterrupt:
                 # The new checkpoint may be in place without the store knowing it: nothing may be written any more.

@@ -74,8 +74,8 @@ class FlatBlock:
 
 
 def decays_by_default(name: str, parameter: torch.Tensor) -> bool:
-    """Matrices decay; norms and biases do not."""
-    return parameter.dim() >= 2
+    """Matrices decay; norms and biases do not, also where a matrix holds the biases of several experts."""
+    return parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def take_values(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
