@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 
 import child
 import greedysnake as gs
 from families import OPTIMIZER, make_batches, make_config
+from greedysnake.models.loading import Files
 
 SAVED = ["llama", "llama tied", "gpt2", "opt", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"]
 
@@ -41,6 +43,28 @@ def test_values_are_those_that_transformers_saved(family: str, tmp_path: Path) -
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+def test_a_file_is_opened_once_for_all_that_a_block_needs_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open one is to read its whole table, which has a thousand lines where every expert is a tensor of its own."""
+    make_whole("qwen3_moe").save_pretrained(tmp_path / "model")
+    model = gs.load_model(tmp_path / "model")
+    opened: list[str] = []
+    safe_open = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda path, **how: opened.append(path) or safe_open(path, **how))
+    values_of(model, tmp_path / "store")
+    assert len(opened) == model.config.num_hidden_layers + 2
+
+
+def test_the_table_of_files_is_not_copied_for_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_whole("qwen3_moe").save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    model = gs.load_model(tmp_path / "model")
+    copied: list[Files] = []
+    monkeypatch.setattr(Files, "__deepcopy__", lambda files, _: copied.append(files) or files, raising=False)
+    values_of(model, tmp_path / "store")
+    assert not copied
 
 
 def test_one_file_beside_the_index_of_earlier_shards_is_the_one_that_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,13 @@ COMPARED_ROWS = 4096
 
 
 class Files:
-    """The tensors in the safetensors files of a folder. Opens a file for each read and maps nothing into memory."""
+    """The tensors in the safetensors files of a folder. Maps nothing into memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of = _tensor_files(folder)
+        self._closing: ExitStack | None = None
+        self._opened: dict[Path, Any] = {}
 
     @property
     def names(self) -> list[str]:
@@ -61,11 +63,28 @@ class Files:
                 found.update({name: (torch.Size(one.get_shape()), one.get_dtype()) for name, one in slices.items()})
         return found
 
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """`read` opens each file once meanwhile: to open one is to read the names and places of all that is in it."""
+        with ExitStack() as closing:
+            self._closing = closing
+            try:
+                yield
+            finally:
+                self._closing, self._opened = None, {}
+
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor, or some of its rows."""
         from safetensors import safe_open
 
-        with safe_open(self._file_of[name], framework="pt", backend="pread") as file:
-            tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+        if self._closing is None:
+            with self.kept_open():
+                return self.read(name, rows)
+        path = self._file_of[name]
+        if path not in self._opened:
+            self._opened[path] = self._closing.enter_context(safe_open(path, framework="pt", backend="pread"))
+        file = self._opened[path]
+        tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return tensor
 
 
@@ -165,11 +184,16 @@ class Weights:
     def load(self, block: str, *, buffers_only: bool = False) -> dict[str, torch.Tensor]:
         """The values of one block by their names in memory, in the dtype of the files; those of parameters are not
         read if `buffers_only`."""
+        with self._files.kept_open():
+            return self._load(block, buffers_only)
+
+    def _load(self, block: str, buffers_only: bool) -> dict[str, torch.Tensor]:
         values: dict[str, torch.Tensor] = {}
         for name, planned in self._conversions[block].items():
             if buffers_only and name in self._parameters:
                 continue
-            conversion = copy.deepcopy(planned)
+            # The table of all files, which is what tensors are read by, is not copied with every conversion.
+            conversion = copy.deepcopy(planned, {id(self._files): self._files})
             converted = conversion.convert(name, model=self._skeleton, config=self._skeleton.config)
             for target, value in converted.items():
                 values[target] = value[0] if isinstance(value, list) else value
