@@ -7,8 +7,7 @@ import mmap
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from greedysnake.placement import Placement
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.io import IoEngine, io_uring_available
 from greedysnake.runtime.optimizer import AdamW, Fp32Chunk, Gradient, update_fp32
+from greedysnake.threads import torch_threads
 
 NUM_STEPS = 20
 NUM_LAYERS = 4
@@ -55,7 +55,7 @@ def run_checks(console: Console, directory: Path | None = None) -> bool:
     ]
     num_failed = 0
     begin = time.perf_counter()
-    with _temporary_directory(directory) as name, _one_thread():
+    with _temporary_directory(directory) as name, torch_threads(1):
         for number, check in enumerate(checks):
             place = Path(name) / str(number)
             place.mkdir()
@@ -254,17 +254,6 @@ def _temporary_directory(directory: Path | None) -> tempfile.TemporaryDirectory[
             f"no temporary directory can be made in {directory or tempfile.gettempdir()} ({error.strerror}): "
             "give another place, as in greedysnake selfcheck DIR"
         ) from error
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tensors this small are slower with more threads, many times so on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _backends() -> list[str]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import torch
 from rich.console import Console
 
 from greedysnake.config import METRICS, RUN_ID, Config, load_config
@@ -34,6 +33,7 @@ from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
 from greedysnake.runs import Run, begin_run, note_run, one_at_a_time
 from greedysnake.runtime.engine import Engine
 from greedysnake.settings import Plain, plain
+from greedysnake.threads import torch_threads
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TOKENISING_LINE_S = 10.0
@@ -65,7 +65,7 @@ class Trainer:
             with explained("use", directory):
                 directory.mkdir(parents=True, exist_ok=True)
                 resources.enter_context(one_at_a_time(directory))
-            resources.enter_context(_threads(config.engine.compute_threads))
+            resources.enter_context(torch_threads(config.engine.compute_threads))
             engine = resources.enter_context(
                 open_engine(
                     config,
@@ -285,17 +285,6 @@ class _Training:
             self._run = replace(self._run, has_checkpoint=True)
             note_run(self._run)
         self._saved_step = self._engine.num_steps
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """torch's threads for the time of a training."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

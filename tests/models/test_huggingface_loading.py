@@ -17,6 +17,7 @@ import child
 import greedysnake as gs
 from families import OPTIMIZER, make_batches, make_config
 from greedysnake.models.loading import Files
+from greedysnake.threads import torch_threads
 
 SAVED = ["llama", "llama tied", "gpt2", "opt", "gpt_neox", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"]
 
@@ -230,6 +231,23 @@ def test_a_model_that_cannot_be_rehearsed_is_not_refused() -> None:
     config = make_config("opt")
     assert rehearsal.rehearse(build_skeleton(config, "sdpa")).error is not None
     gs.load_model(config)
+
+
+def test_the_small_copy_is_checked_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more, a third of a second becomes many on a machine whose cores are busy. Afterwards all are there again."""
+    from greedysnake.models.capture import Layer
+
+    seen: set[int] = set()
+    right = Layer.extra_inputs
+
+    def noting(self: Layer, batch: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return right(self, batch)
+
+    monkeypatch.setattr(Layer, "extra_inputs", noting)
+    with torch_threads(3):
+        gs.load_model(make_config("llama"))
+        assert seen == {1} and torch.get_num_threads() == 3
 
 
 def test_a_model_that_blocks_would_not_train_alike_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from greedysnake.models.split import (
     layer_list,
     make_blocks,
 )
+from greedysnake.threads import torch_threads
 
 TOLERANCE = 1e-4
 """Of the largest value. Sums in another order differ by about 1e-6 in fp32; a wrong mask or a lost term by 1e-2."""
@@ -54,7 +55,7 @@ def check_model(config: Any, attn_implementation: str = "sdpa") -> Split:
         skeleton = build_skeleton(config, attn_implementation)
         layers = find_layers(skeleton, config)
         small = shrink(config, _covering_layers(skeleton, layers, config))
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch_threads(1), torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
             model = _build_small(small, attn_implementation)
             split = _Check(model, layers).run()
