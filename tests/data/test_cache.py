@@ -144,7 +144,7 @@ def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])
 def test_neither_tokenising_nor_reading_needs_memory_of_the_corpus_size(tmp_path: Path, suffix: str) -> None:
-    """16 MB of text: as many tokens, which as int64 would be 128 MB; 1 MB of text at a time is tokenised."""
+    """16 MB of text: as many tokens, which as int64 would be 128 MB; 4 MB of text at a time are tokenised."""
     text = "All work and no play makes a dull boy. " * 1024
     if suffix == "jsonl":
         path = write_rows(tmp_path / "data.jsonl", *[{"text": text}] * 400)
@@ -161,4 +161,4 @@ def test_neither_tokenising_nor_reading_needs_memory_of_the_corpus_size(tmp_path
     finally:
         tracemalloc.stop()
     assert batches.num_tokens > num_bytes * 0.95
-    assert peak < 45e6, peak
+    assert peak < 64e6, peak

@@ -17,6 +17,7 @@ from corpora import MARKED, hf_tokenizer, make_batches, trained_text, write_rows
 from greedysnake.data.batches import Batches
 from greedysnake.data.files import find_sources, standard_library_files, standard_library_text
 from greedysnake.data.options import DataOptions
+from greedysnake.data.rows import PART_CHARACTERS
 from greedysnake.data.tokenizers import ByteTokenizer
 from greedysnake.errors import ConfigError
 
@@ -50,6 +51,21 @@ def test_a_long_text_ends_once_whatever_blank_lines_follow(tmp_path: Path, monke
     tokens = [token for batch in batches.iter_all() for row in batch["input_ids"].tolist() for token in row]
     assert tokens.count(ByteTokenizer.eos_token_id) == 1
     assert ByteTokenizer().decode(tokens, skip_special_tokens=True).split() == ["some", "text", "and", "more"]
+
+
+def test_parts_of_a_long_text_file_are_tokenised_side_by_side(tmp_path: Path) -> None:
+    """A text is the work of one thread."""
+
+    counts: list[int] = []
+
+    class Counting(ByteTokenizer):
+        def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> Any:
+            counts.append(len(text))
+            return super().__call__(text)
+
+    (tmp_path / "long.txt").write_text("a line of text\n" * (4 * PART_CHARACTERS // 15))
+    make_batches(tmp_path / "cache", tmp_path / "long.txt", Counting(), sequence_length=4096)
+    assert counts == [4]
 
 
 def test_folders_and_globs_are_sorted_and_a_file_counts_once(tmp_path: Path) -> None:

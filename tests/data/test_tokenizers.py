@@ -11,7 +11,7 @@ from corpora import CHATML, MARKED, hf_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greedysnake.data.tokenizers import ByteTokenizer, load_tokenizer, tokenizer_identity
+from greedysnake.data.tokenizers import ByteTokenizer, load_tokenizer, token_ids, tokenizer_identity
 from greedysnake.errors import ConfigError
 
 TALK = [
@@ -95,3 +95,32 @@ def test_identity_follows_vocabulary_special_tokens_and_template_not_the_last_ca
     others = [hf_tokenizer(MARKED), hf_tokenizer(CHATML, merges_from=["aab aab"] * 9), ByteTokenizer()]
     one.eos_token = "<|pad|>"
     assert len({identity, *map(tokenizer_identity, [one, *others])}) == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"add_special_tokens": False}])
+def test_tokens_are_those_of_a_call_whatever_the_backend_was_left_with(options: dict[str, bool]) -> None:
+    """Files of tokenizers may ask for truncation and padding, and so may the last call."""
+    from tokenizers import processors
+
+    texts = ["on the cat", "", "<|user|>ein Wort\n 🐍 " * 50]
+    tokenizer = hf_tokenizer(None, merges_from=["on the cat on the mat"])
+    template = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 259)])
+    tokenizer.backend_tokenizer.post_processor = template
+    wanted = tokenizer(texts, **options)["input_ids"]
+    tokenizer(texts, truncation=True, max_length=5, padding=True)
+    assert list(token_ids(tokenizer, texts, **options)) == wanted
+    tokenizer.split_special_tokens = True
+    assert list(token_ids(tokenizer, texts, **options)) == tokenizer(texts, **options)["input_ids"] != wanted
+
+
+def test_a_tokenizer_that_changes_the_text_in_python_is_called() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    class Shouting(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: list[str], **options: object) -> object:
+            return super()._encode_plus([one.upper() for one in text], **options)
+
+    plain = hf_tokenizer(None)
+    shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
+    found = [list(token_ids(*given)) for given in ((shouting, ["abc"]), (plain, ["ABC"]), (plain, ["abc"]))]
+    assert found[0] == found[1] != found[2]

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from greedysnake.data.rows import RowError, check_unicode
-from greedysnake.data.tokenizers import ByteTokenizer, quietly
+from greedysnake.data.tokenizers import ByteTokenizer, quietly, token_ids
 from greedysnake.errors import ConfigError, GreedySnakeError
 
 Encoded = tuple[list[int], list[bool]]
 """Tokens, and for each whether it carries no loss."""
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of a row that go to the template, besides its messages."""
+RENDERED = "what the chat template gives"
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -112,7 +113,8 @@ class Chat:
         text, turns = self._render(messages, extra)
         if num_prompt:  # by their number: a template may render them otherwise when more follows
             turns = turns[len(self._render(messages[:num_prompt], extra)[1]) :]
-        encoded = self._tokenize([text], return_offsets_mapping=True)
+        check_unicode(text, RENDERED)
+        encoded = self._tokenizer([text], add_special_tokens=False, return_offsets_mapping=True, **self._quietly)
         tokens, offsets = encoded["input_ids"][0], encoded["offset_mapping"][0]
         return list(tokens), _outside(offsets, turns)
 
@@ -127,12 +129,6 @@ class Chat:
                 conversations=[messages], chat_template=template, return_assistant_tokens_mask=True, **arguments
             )
         return text, turns
-
-    def _tokenize(self, texts: list[str], **options: Any) -> Any:
-        """The template writes all special tokens itself."""
-        for text in texts:
-            check_unicode(text, "what the chat template gives")
-        return self._tokenizer(texts, add_special_tokens=False, **options, **self._quietly)
 
     def _tokens(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[int]:
         return list(self._apply(messages, extra)["input_ids"])
@@ -165,7 +161,10 @@ class Chat:
             beginnings += [before, self._apply(messages[: turn + 1], as_text)]
             if not all(whole.startswith(beginning) for beginning in beginnings[-2:]):
                 return None
-        tokens, *prefixes = self._tokenize([whole, *beginnings])["input_ids"]
+        for text in (whole, *beginnings):
+            check_unicode(text, RENDERED)
+        # The template writes all special tokens itself.
+        tokens, *prefixes = token_ids(self._tokenizer, [whole, *beginnings], add_special_tokens=False)
         ends = [common_prefix(prefix, tokens) for prefix in prefixes]
         ignored = [True] * len(tokens)
         for start, end in zip(ends[::2], ends[1::2], strict=True):

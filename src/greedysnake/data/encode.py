@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from greedysnake.data.chat import TEMPLATE_COLUMNS, Chat, common_prefix
 from greedysnake.data.options import DataOptions
 from greedysnake.data.rows import Row, RowError, check_unicode
-from greedysnake.data.tokenizers import Tokenizer, quietly
+from greedysnake.data.tokenizers import Tokenizer, token_ids
 from greedysnake.errors import ConfigError
 
 BATCH_ROWS = 1024
-BATCH_CHARACTERS = 2**20
-"""So many rows, or so much text, are tokenised in one call."""
+BATCH_CHARACTERS = 2**22
+"""So many rows, or so much text, are tokenised in one call: enough that long texts, too, keep several threads busy."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class Encoder:
     def __init__(self, options: DataOptions, tokenizer: Tokenizer) -> None:
         self._options = options
         self._tokenizer = tokenizer
-        self._quietly = quietly(tokenizer)
         self._template = _read_template(options.chat_template)
         self._chat = Chat(tokenizer, self._template)
         if options.add_eos and tokenizer.eos_token_id is None:
@@ -86,7 +85,7 @@ class Encoder:
         """Tokenise the texts of a batch in one call; `texts` of a row are what it asks to be tokenised."""
         results: list[list[Document] | BadRow | Texts] = [self._texts(row) for row in rows]
         texts = [text for result in results if isinstance(result, Texts) for text in result.texts]
-        encoded = iter(self._tokenizer(texts, **self._quietly)["input_ids"] if texts else ())
+        encoded = token_ids(self._tokenizer, texts) if texts else iter(())
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, Texts):
                 yield [self._document(row, [next(encoded) for _ in result.texts])]

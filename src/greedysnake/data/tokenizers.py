@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +12,10 @@ from greedysnake.errors import ConfigError
 
 BYTES = "bytes"
 """Name of the built-in tokenizer for `load_tokenizer`."""
+
+
+CALLED = ("__call__", "_encode_plus")
+"""Methods of transformers' tokenizers that a call goes through; a few classes have their own."""
 
 
 class Tokenizer(Protocol):
@@ -157,6 +161,31 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def quietly(tokenizer: object) -> dict[str, Any]:
     """Arguments with which Hugging Face's do not warn of texts longer than the model's positions: they will be cut."""
     return {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
+
+
+def token_ids(tokenizer: Any, texts: list[str], **options: Any) -> Iterator[list[int]]:
+    """What a call of the tokenizer gives as `input_ids`, text by text; `options` are those of the call.
+
+    Hugging Face's call also finds where each token stands in its text. The backend alone, which gives the same tokens,
+    takes three quarters of the time for that, and half of it for long texts.
+    """
+    backend = _backend(tokenizer)
+    if backend is None:
+        return iter(tokenizer(texts, **options, **quietly(tokenizer))["input_ids"])
+    tokenizer([""], **options, **quietly(tokenizer))  # by which the backend learns of padding, truncation and the like
+    return (encoding.ids for encoding in backend.encode_batch_fast(texts, **options))
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Hugging Face's tokenizer in Rust; None if there is none, or if Python code has a part in what comes out."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    general = [getattr(PreTrainedTokenizerFast, name, None) for name in CALLED]
+    special = [getattr(type(tokenizer), name, None) for name in CALLED]
+    return backend if special == general and None not in general else None
 
 
 def tokenizer_identity(tokenizer: Any) -> str:
