@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +120,11 @@ def test_a_folder_in_use_is_left_alone_and_a_failure_leaves_nothing(
             gs.export_model(engine, model, used)
         with pytest.raises(gs.ConfigError, match="dtype is 'float16'"):
             gs.export_model(engine, model, out, dtype="float16")
-        with monkeypatch.context() as patch, pytest.raises(gs.StorageError, match="the drive is gone"):
-            patch.setattr("os.fsync", fail)
-            gs.export_model(engine, model, out)
-        assert list(out.parent.iterdir()) == []
+        for call in ("os.fsync", "os.pwrite"):
+            with monkeypatch.context() as patch, pytest.raises(gs.StorageError, match="the drive is gone"):
+                patch.setattr(call, fail)
+                gs.export_model(engine, model, out)
+            assert list(out.parent.iterdir()) == []
         out.mkdir()
         assert gs.export_model(engine, model, out) == out
     assert [path.name for path in used.iterdir()] == ["file"]
@@ -162,8 +166,34 @@ def test_an_empty_folder_stays_the_folder_that_it_is(
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
-def fail(file: int) -> None:
-    raise OSError("the drive is gone")
+def fail(file: int, data: bytes = b"", offset: int = 1) -> int:
+    if offset:  # not for what is at the beginning, which is written before anything is read
+        raise OSError("the drive is gone")
+    return len(data)
+
+
+def test_a_block_is_read_while_the_one_before_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gs.load_model(make_config("llama"), seed=3)
+    reads_on = threading.Event()
+
+    def pwrite(file: int, data: bytes, offset: int) -> int:
+        assert offset == 0 or reads_on.wait(60), "nothing is read before the write has ended"
+        return write(file, data, offset)
+
+    class Reading:
+        def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for number, (name, value) in enumerate(wanted.items()):
+                if number and not name.startswith("embed"):
+                    reads_on.set()
+                yield name, value
+
+    with make_engine(model, tmp_path) as engine:
+        wanted = {name: value.clone() for name, value in engine.named_parameters()}
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", pwrite)
+    gs.export_model(Reading(), model, tmp_path / "out", dtype="float32")
+    found = dict(load_whole(tmp_path / "out", "sdpa").named_parameters())
+    assert all(torch.equal(found[model.name_in_model(name)], value) for name, value in wanted.items())
 
 
 def test_an_engine_of_another_model_is_refused(tmp_path: Path) -> None:

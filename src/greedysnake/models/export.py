@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -218,6 +219,7 @@ def _write_weights(
         block = model.block_of(name)
         held.setdefault(block, {})[name] = value
         missing.discard(name)
+        del value  # or the memory of this block would be held while the next is read
         if held[block].keys() == wanted[block]:
             writer.write(to_disk(skeleton, held.pop(block)))
     if missing:
@@ -247,6 +249,8 @@ class _Writer:
             _pwrite(file, header, 0)
             for name, place in shard.places.items():
                 self._places[name] = (file, len(header), place)
+        self._thread = self._stack.enter_context(ThreadPoolExecutor(1))  # ends before the files are closed
+        self._under_way: Future[None] | None = None
 
     def __enter__(self) -> _Writer:
         return self
@@ -255,17 +259,31 @@ class _Writer:
         self._stack.close()
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Begins to write a block, once the one before is written: so the next is read meanwhile."""
+        self._wait()
+        found: list[tuple[int, torch.Tensor, int]] = []
         for name, tensor in tensors.items():
             file, first, place = self._places.pop(name)
             if tensor.shape != place.shape:
                 raise ConfigError(f"{name} is {tuple(tensor.shape)}, the model has {tuple(place.shape)}")
-            data = tensor.to(place.dtype).contiguous().view(-1).view(torch.uint8).numpy()
-            _pwrite(file, data.data, first + place.start)
+            found.append((file, tensor.to(place.dtype).contiguous(), first + place.start))
+        self._under_way = self._thread.submit(_write, found)
 
     def finish(self) -> None:
+        self._wait()
         assert not self._places, sorted(self._places)
         for file in self._files:
             os.fsync(file)
+
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            self._under_way.result()
+
+
+def _write(tensors: Sequence[tuple[int, torch.Tensor, int]]) -> None:
+    """Puts each tensor into a file, at an offset."""
+    for file, tensor, offset in tensors:
+        _pwrite(file, tensor.view(-1).view(torch.uint8).numpy().data, offset)
 
 
 def _pwrite(file: int, data: bytes | memoryview, offset: int) -> None:
