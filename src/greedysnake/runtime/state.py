@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -14,7 +16,7 @@ from greedysnake.placement import Home
 from greedysnake.runtime.flat import FlatBlock, Place
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.memory import HostMemory
-from greedysnake.runtime.store import Store
+from greedysnake.runtime.store import Store, StoreTicket
 from greedysnake.shapes import BlockShape, Chunk, Precision
 
 WEIGHT, STATE = 0, 1
@@ -48,8 +50,44 @@ def extent_numbers(blocks: Sequence[BlockShape]) -> dict[tuple[int, int], int]:
     return {key: number for number, key in enumerate(keys)}
 
 
+class _Turns:
+    """Two update slots, or the one there is: one is filled while the other is written. At the end nothing is under way,
+    whatever came in between."""
+
+    def __init__(self, host: HostMemory, store: Store | None) -> None:
+        self._store = store
+        self._slots = deque(host.updates[:2])
+        self._under_way: dict[int, StoreTicket] = {}
+        """What is being written, by the address of its slot."""
+
+    def next(self) -> torch.Tensor:
+        """A slot that is free; the one before may still be written."""
+        self._slots.rotate()
+        self._wait(self._slots[0].data_ptr())
+        return self._slots[0]
+
+    def write(self, extent: int, address: int, parts: slice) -> None:
+        """Begins to write out of the slot that was given last."""
+        assert self._store is not None
+        self._under_way[self._slots[0].data_ptr()] = self._store.write(extent, address, parts)
+
+    def _wait(self, slot: int) -> None:
+        ticket = self._under_way.pop(slot, None)
+        if ticket is not None:
+            assert self._store is not None
+            self._store.wait(ticket)
+
+    def __enter__(self) -> _Turns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as waiting:  # for all of them, also when one has failed
+            for slot in list(self._under_way):
+                waiting.callback(self._wait, slot)
+
+
 class ModelState:
-    """Whole chunks pass through the first update slot: nothing else may be under way."""
+    """Whole chunks pass through the first update slots: nothing else may be under way."""
 
     def __init__(
         self,
@@ -81,24 +119,33 @@ class ModelState:
                 raise ConfigError(
                     f"{place.name} is on the meta device and has no values: give a function that makes the module"
                 )
-        for index, chunk in enumerate(block.shape.chunks):
-            master = torch.zeros(chunk.num_params, dtype=torch.float32, device="cpu")
-            for place, into, values in _overlaps(block.places, chunk):
-                flat = parameters[place.name].detach().reshape(-1)
-                master[into : into + len(values)].copy_(flat[values.start : values.stop])
-            slot = self._host.updates[0]
-            state = slot.data_ptr() + chunk.num_params * precision.weight_bytes
-            slot.zero_()
-            if precision.residual_bytes:
-                _native.split(self._pool, master.data_ptr(), slot.data_ptr(), state, chunk.num_params)
-            else:
-                slot[: master.nbytes].copy_(master.view(torch.uint8))
-            self._store_parts(number, index, slot, ram=True)
+        # One vector for all chunks: memory that nobody has touched yet costs as much as filling it.
+        largest = max((chunk.num_params for chunk in block.shape.chunks), default=0)
+        whole = torch.empty(largest, dtype=torch.float32, device="cpu")
+        with _Turns(self._host, self._store) as turns:
+            for index, chunk in enumerate(block.shape.chunks):
+                master = whole[: chunk.num_params].zero_()
+                for place, into, values in _overlaps(block.places, chunk):
+                    flat = parameters[place.name].detach().reshape(-1)
+                    master[into : into + len(values)].copy_(flat[values.start : values.stop])
+                slot = turns.next()
+                state = slot.data_ptr() + chunk.num_params * precision.weight_bytes
+                if precision.residual_bytes:
+                    _native.split(self._pool, master.data_ptr(), slot.data_ptr(), state, chunk.num_params)
+                else:
+                    slot[: master.nbytes].copy_(master.view(torch.uint8))
+                moments = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
+                slot[moments : sum(self._sizes(number, index))].zero_()
+                self._keep_in_ram(number, index, slot)
+                self._write_parts(number, index, slot, turns, Home.SSD)
 
     def write_ram_parts(self) -> None:
         """Writes what lives in RAM to the store, so that a checkpoint has all of it."""
-        for number, index in sorted(self._dirty):
-            self._store_parts(number, index, self._load(number, index), ram=False)
+        with _Turns(self._host, self._store) as turns:
+            for number, index in sorted(self._dirty):
+                slot = turns.next()
+                self._load(number, index, slot)
+                self._write_parts(number, index, slot, turns, Home.RAM)
 
     def read_ram_parts(self) -> None:
         """The other way round, after resuming."""
@@ -113,7 +160,8 @@ class ModelState:
         block = self._blocks[number]
         master = torch.zeros(block.shape.num_params, dtype=torch.float32, device="cpu")
         for index, chunk in enumerate(block.shape.chunks):
-            slot = self._load(number, index)
+            slot = self._host.updates[0]
+            self._load(number, index, slot)
             target = master[chunk.start : chunk.start + chunk.num_params]
             self._join(slot, chunk, target)
         return ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
@@ -124,7 +172,8 @@ class ModelState:
         moments = torch.zeros(2, block.shape.num_trainable, dtype=torch.float32, device="cpu")
         for index, chunk in enumerate(block.shape.chunks):
             if chunk.trainable:
-                slot = self._load(number, index)
+                slot = self._host.updates[0]
+                self._load(number, index, slot)
                 start = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
                 both = slot[start : start + 8 * chunk.num_params].view(torch.float32).view(2, -1)
                 moments[:, chunk.start : chunk.start + chunk.num_params].copy_(both)
@@ -146,9 +195,9 @@ class ModelState:
         per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
         return chunk.num_params * precision.weight_bytes, chunk.num_params * per_param
 
-    def _load(self, number: int, index: int) -> torch.Tensor:
-        """Gathers a whole chunk, from RAM and SSD, in the first update slot."""
-        slot, home = self._host.updates[0], self._plan.homes[number][index]
+    def _load(self, number: int, index: int, slot: torch.Tensor) -> None:
+        """Gathers a whole chunk, from RAM and SSD, in an update slot."""
+        home = self._plan.homes[number][index]
         weight_bytes, state_bytes = self._sizes(number, index)
         for part, part_home, start in ((WEIGHT, home.weight, 0), (STATE, home.state, weight_bytes)):
             nbytes = state_bytes if part == STATE else weight_bytes
@@ -161,24 +210,17 @@ class ModelState:
                 assert self._store is not None
                 address = slot.data_ptr() + start
                 self._store.wait(self._store.read(self._extent[number, index], address, slice(part, part + 1)))
-        return slot
 
-    def _store_parts(self, number: int, index: int, slot: torch.Tensor, *, ram: bool) -> None:
-        """Puts a whole chunk in its homes (`ram`), or its RAM-homed parts in the store."""
+    def _write_parts(self, number: int, index: int, slot: torch.Tensor, turns: _Turns, wanted: Home) -> None:
+        """Begins to write the parts of a chunk that have a home to the store."""
         home = self._plan.homes[number][index]
         weight_bytes, state_bytes = self._sizes(number, index)
-        if ram:
-            self._keep_in_ram(number, index, slot)
-        wanted = Home.SSD if ram else Home.RAM
         parts = [part for part, where in ((WEIGHT, home.weight), (STATE, home.state)) if where is wanted]
         if not state_bytes:
             parts = [part for part in parts if part == WEIGHT]
-        if not parts:
-            return
-        assert self._store is not None
-        address = slot.data_ptr() + (weight_bytes if parts[0] == STATE else 0)
-        run = slice(parts[0], parts[-1] + 1)
-        self._store.wait(self._store.write(self._extent[number, index], address, run))
+        if parts:
+            address = slot.data_ptr() + (weight_bytes if parts[0] == STATE else 0)
+            turns.write(self._extent[number, index], address, slice(parts[0], parts[-1] + 1))
 
     def _keep_in_ram(self, number: int, index: int, slot: torch.Tensor) -> None:
         home = self._plan.homes[number][index]
