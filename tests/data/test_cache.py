@@ -142,12 +142,13 @@ def test_a_cache_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
         make_batches(tmp_path / "file" / "cache", path)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
-def test_neither_tokenising_nor_reading_needs_memory_of_the_corpus_size(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("kind", ["text", "messages", "file"])
+def test_neither_tokenising_nor_reading_needs_memory_of_the_corpus_size(tmp_path: Path, kind: str) -> None:
     """16 MB of text: as many tokens, which as int64 would be 128 MB; 4 MB of text at a time are tokenised."""
     text = "All work and no play makes a dull boy. " * 1024
-    if suffix == "jsonl":
-        path = write_rows(tmp_path / "data.jsonl", *[{"text": text}] * 400)
+    rows = {"text": {"text": text}, "messages": {"messages": [{"role": "assistant", "content": text}]}}
+    if kind in rows:
+        path = write_rows(tmp_path / "data.jsonl", *[rows[kind]] * 400)
     else:
         path = tmp_path / "data.txt"
         path.write_text((text + "\n") * 400)

@@ -11,7 +11,7 @@ from corpora import CHATML, MARKED, hf_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from greedysnake.data.tokenizers import ByteTokenizer, load_tokenizer, token_ids, tokenizer_identity
+from greedysnake.data.tokenizers import ByteTokenizer, load_tokenizer, token_ids, token_offsets, tokenizer_identity
 from greedysnake.errors import ConfigError
 
 TALK = [
@@ -106,9 +106,12 @@ def test_tokens_are_those_of_a_call_whatever_the_backend_was_left_with(options: 
     tokenizer = hf_tokenizer(None, merges_from=["on the cat on the mat"])
     template = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 259)])
     tokenizer.backend_tokenizer.post_processor = template
-    wanted = tokenizer(texts, **options)["input_ids"]
+    called = tokenizer(texts, return_offsets_mapping=True, **options)
+    wanted, offsets = called["input_ids"], called["offset_mapping"]
     tokenizer(texts, truncation=True, max_length=5, padding=True)
     assert list(token_ids(tokenizer, texts, **options)) == wanted
+    tokenizer(texts, truncation=True, max_length=5, padding=True)
+    assert list(token_offsets(tokenizer, texts, **options)) == list(zip(wanted, offsets, strict=True))
     tokenizer.split_special_tokens = True
     assert list(token_ids(tokenizer, texts, **options)) == tokenizer(texts, **options)["input_ids"] != wanted
 
@@ -122,5 +125,6 @@ def test_a_tokenizer_that_changes_the_text_in_python_is_called() -> None:
 
     plain = hf_tokenizer(None)
     shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
-    found = [list(token_ids(*given)) for given in ((shouting, ["abc"]), (plain, ["ABC"]), (plain, ["abc"]))]
-    assert found[0] == found[1] != found[2]
+    for tokens in (token_ids, token_offsets):
+        found = [list(tokens(*given)) for given in ((shouting, ["abc"]), (plain, ["ABC"]), (plain, ["abc"]))]
+        assert found[0] == found[1] != found[2]

@@ -1,9 +1,9 @@
-"""Conversations to tokens, with loss on what the assistant says.
+"""Conversations to texts, and the tokens of those to documents, with loss on what the assistant says.
 
 Which tokens those are comes from the template's generation marks if it has them. Otherwise it is rendered with and
 without each turn of the assistant, and what the turn adds is trained. Where a template renders earlier turns otherwise
 when more follows, as those that drop earlier thoughts do, each turn is a document of its own, with what the template
-shows the assistant at that point before it.
+shows the assistant at that point before it. Knows one conversation; whoever tokenises takes the texts of many.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from greedysnake.data.documents import Document, Texts, common_prefix
 from greedysnake.data.rows import RowError, check_unicode
-from greedysnake.data.tokenizers import ByteTokenizer, quietly, token_ids
+from greedysnake.data.tokenizers import ByteTokenizer, quietly, token_ids, token_offsets
 from greedysnake.errors import ConfigError, GreedySnakeError
 
-Encoded = tuple[list[int], list[bool]]
-"""Tokens, and for each whether it carries no loss."""
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns of a row that go to the template, besides its messages."""
 RENDERED = "what the chat template gives"
@@ -36,30 +38,30 @@ class Chat:
         self._template = template
         self._quietly = quietly(tokenizer)
 
-    def encode(
+    def texts(
         self, messages: list[dict[str, Any]], row: Mapping[str, Any], *, where: str, num_prompt: int | None
-    ) -> list[Encoded]:
-        """Tokens of a conversation, and for each whether it carries no loss: one document, or one for each turn.
+    ) -> Texts | list[Document]:
+        """What to tokenise for a conversation, which becomes one document or one for each turn; or those already.
 
-        The first `num_prompt` messages carry none at all. The columns `tools` and `chat_template_kwargs` of the row go
-        to the template.
+        The first `num_prompt` messages carry no loss. The columns `tools` and `chat_template_kwargs` of the row go to
+        the template.
         """
         extra = _template_arguments(row)
         self._require_tool_calls(messages, extra)
         self._require_text_of_parts(messages, extra)
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return [self._document_of_bytes(messages, extra, num_prompt or 0)]
         if self._has_marks(bool(extra.get("tools"))):
-            tokens, ignored = self._by_marks(messages, extra, num_prompt or 0)
-        else:
-            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            found = self._by_difference(messages, turns, extra)
-            if found is None:
-                return self._turn_by_turn(messages, [turn for turn in turns if turn >= (num_prompt or 0)], extra, where)
-            tokens, ignored = found
-        if num_prompt is not None:
-            before = self._tokens(messages[:num_prompt], extra)
-            prompt_tokens = common_prefix(before, tokens)
-            ignored[:prompt_tokens] = [True] * prompt_tokens
-        return [(tokens, ignored)]
+            return self._by_marks(messages, extra, num_prompt or 0)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        texts = self._by_difference(messages, turns, extra)
+        if texts is None:
+            later = [turn for turn in turns if turn >= (num_prompt or 0)]
+            return _texts_by_difference(self._turn_by_turn(messages, later, extra, where))
+        prompts = [self._text(messages[:num_prompt], extra)] if num_prompt else []
+        for prompt in prompts:
+            check_unicode(prompt, RENDERED)
+        return _texts_by_difference([texts], prompts)
 
     def _has_marks(self, has_tools: bool) -> bool:
         template = self._template or self._own_template(has_tools)
@@ -81,10 +83,9 @@ class Chat:
         """RowError if the template passes over tool calls: the assistant would learn to say nothing in their place."""
         if not any(message.get("tool_calls") for message in messages):
             return
-        as_text = {**extra, "tokenize": False, "return_dict": False}
         without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         try:
-            is_left_out = self._apply(messages, as_text) == self._apply(without, as_text)
+            is_left_out = self._text(messages, extra) == self._text(without, extra)
         except RowError:  # for one of the two, so it looks at them; or for both, which is told later
             return
         if is_left_out:
@@ -96,7 +97,7 @@ class Chat:
         lists = {index: str(content) for index, content in contents if content and isinstance(content, list)}
         if not lists:
             return
-        text = self._apply(messages, {**extra, "tokenize": False, "return_dict": False})
+        text = self._text(messages, extra)
         for index, written in lists.items():
             if written in str(text):
                 raise RowError(
@@ -104,19 +105,24 @@ class Chat:
                     "included: give its text instead"
                 )
 
-    def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any], num_prompt: int) -> Encoded:
-        if isinstance(self._tokenizer, ByteTokenizer):
-            rendered = self._apply(messages, extra)
-            return list(rendered["input_ids"]), [not said for said in rendered["assistant_masks"]]
+    def _document_of_bytes(self, messages: list[dict[str, Any]], extra: dict[str, Any], num_prompt: int) -> Document:
+        whole, prompt = (self._apply(part, extra) for part in (messages, messages[:num_prompt]))
+        tokens, ignored = np.array(whole["input_ids"], np.int64), ~np.array(whole["assistant_masks"], np.bool_)
+        ignored[: common_prefix(np.array(prompt["input_ids"], np.int64), tokens)] = True
+        return Document(tokens, ignored)
+
+    def _by_marks(self, messages: list[dict[str, Any]], extra: dict[str, Any], num_prompt: int) -> Texts:
         # Not by apply_chat_template's own mask: it looks up the tokens of a turn's first and last character, which have
         # none where a tokenizer leaves spaces out of its offsets, and then loses turns or runs on to the end.
         text, turns = self._render(messages, extra)
+        texts = [text]
         if num_prompt:  # by their number: a template may render them otherwise when more follows
-            turns = turns[len(self._render(messages[:num_prompt], extra)[1]) :]
-        check_unicode(text, RENDERED)
-        encoded = self._tokenizer([text], add_special_tokens=False, return_offsets_mapping=True, **self._quietly)
-        tokens, offsets = encoded["input_ids"][0], encoded["offset_mapping"][0]
-        return list(tokens), _outside(offsets, turns)
+            prompt, turns_of_prompt = self._render(messages[:num_prompt], extra)
+            turns = turns[len(turns_of_prompt) :]
+            texts.append(prompt)
+        for text in texts:
+            check_unicode(text, RENDERED)
+        return Texts(texts, _tokens_and_offsets, partial(_documents_by_marks, turns))
 
     def _render(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and from which character to which the assistant speaks."""
@@ -130,12 +136,9 @@ class Chat:
             )
         return text, turns
 
-    def _tokens(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> list[int]:
-        return list(self._apply(messages, extra)["input_ids"])
-
     def _turn_by_turn(
         self, messages: list[dict[str, Any]], turns: Sequence[int], extra: dict[str, Any], where: str
-    ) -> list[Encoded]:
+    ) -> list[list[str]]:
         documents = []
         for turn in turns:
             found = self._by_difference(messages[: turn + 1], [turn], extra)
@@ -151,25 +154,22 @@ class Chat:
 
     def _by_difference(
         self, messages: list[dict[str, Any]], turns: Sequence[int], extra: dict[str, Any]
-    ) -> Encoded | None:
-        """None when what comes before a turn, or the turn itself, is not how the whole begins."""
-        as_text = {**extra, "tokenize": False, "return_dict": False}
-        whole = self._apply(messages, as_text)
-        beginnings: list[str] = []
+    ) -> list[str] | None:
+        """The whole, and what there is before each turn and with it; None when one is not how the whole begins."""
+        whole = self._text(messages, extra)
+        texts = [whole]
         for turn in turns:
-            before = self._apply(messages[:turn], {**as_text, "add_generation_prompt": True}) if turn else ""
-            beginnings += [before, self._apply(messages[: turn + 1], as_text)]
-            if not all(whole.startswith(beginning) for beginning in beginnings[-2:]):
+            before = self._text(messages[:turn], {**extra, "add_generation_prompt": True}) if turn else ""
+            is_last = turn + 1 == len(messages)
+            texts += [before, whole if is_last else self._text(messages[: turn + 1], extra)]
+            if not all(whole.startswith(beginning) for beginning in texts[-2:]):
                 return None
-        for text in (whole, *beginnings):
-            check_unicode(text, RENDERED)
-        # The template writes all special tokens itself.
-        tokens, *prefixes = token_ids(self._tokenizer, [whole, *beginnings], add_special_tokens=False)
-        ends = [common_prefix(prefix, tokens) for prefix in prefixes]
-        ignored = [True] * len(tokens)
-        for start, end in zip(ends[::2], ends[1::2], strict=True):
-            ignored[start:end] = [False] * (end - start)
-        return list(tokens), ignored
+        check_unicode(whole, RENDERED)
+        return texts
+
+    def _text(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> Any:
+        """What the template gives: text, but of the tokenizer of bytes its tokens."""
+        return self._apply(messages, {**extra, "tokenize": False, "return_dict": False})
 
     def _apply(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
         template = {} if self._template is None else {"chat_template": self._template}
@@ -190,14 +190,58 @@ def _refusals() -> Iterator[None]:
         raise RowError(f"the chat template does not take these messages ({reason})") from None
 
 
-def _outside(offsets: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> list[bool]:
+def _tokens(tokenizer: Any, texts: list[str]) -> Iterator[list[int]]:
+    """The template writes all special tokens itself."""
+    return token_ids(tokenizer, texts, add_special_tokens=False)
+
+
+def _tokens_and_offsets(tokenizer: Any, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    return token_offsets(tokenizer, texts, add_special_tokens=False)
+
+
+def _texts_by_difference(documents: Sequence[Sequence[str]], prompts: Sequence[str] = ()) -> Texts:
+    """`documents` are the texts of each: the whole, and what there is before each turn and with it."""
+    texts = list(dict.fromkeys(chain(*documents, prompts)))  # the last turn often ends where the whole does
+    return Texts(texts, _tokens, partial(_documents_by_difference, texts, documents, prompts))
+
+
+def _documents_by_difference(
+    texts: Sequence[str], documents: Sequence[Sequence[str]], prompts: Sequence[str], found: list[list[int]]
+) -> list[Document]:
+    tokens_of = {text: np.array(tokens, np.int64) for text, tokens in zip(texts, found, strict=True)}
+    made = []
+    for whole, *beginnings in documents:
+        tokens = tokens_of[whole]
+        ends = [common_prefix(tokens_of[beginning], tokens) for beginning in beginnings]
+        ignored = np.ones(len(tokens), np.bool_)
+        for start, end in zip(ends[::2], ends[1::2], strict=True):
+            ignored[start:end] = False
+        for prompt in prompts:
+            ignored[: common_prefix(tokens_of[prompt], tokens)] = True
+        made.append(Document(tokens, ignored))
+    return made
+
+
+def _documents_by_marks(
+    turns: Sequence[tuple[int, int]], found: list[tuple[list[int], list[tuple[int, int]]]]
+) -> list[Document]:
+    """`found` for the whole, and for the prompt if there is one; `turns` are from character to character."""
+    tokens, *prompts = (np.array(ids, np.int64) for ids, _ in found)
+    ignored = _outside(found[0][1], turns)
+    for prompt in prompts:
+        ignored[: common_prefix(prompt, tokens)] = True
+    return [Document(tokens, ignored)]
+
+
+def _outside(offsets: Sequence[tuple[int, int]], turns: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """For each token, from its first and last character, whether it lies outside of all turns."""
-    outside, before = [], 0
-    for start, end in offsets:
-        # Where spaces are left out of offsets, a token of spaces alone is empty: it is what follows the token before.
-        first = start if start < end else min(before, start)
-        outside.append(not any(first < turn_end and end > turn_start for turn_start, turn_end in turns))
-        before = end
+    start, end = np.array(offsets, np.int64).reshape(-1, 2).T
+    # Where spaces are left out of offsets, a token of spaces alone is empty: it is what follows the token before.
+    before = np.append(0, end)[:-1]
+    first = np.where(start < end, start, np.minimum(before, start))
+    outside = np.ones(len(first), np.bool_)
+    for turn_start, turn_end in turns:
+        outside &= (first >= turn_end) | (end <= turn_start)
     return outside
 
 
@@ -211,14 +255,3 @@ def _template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise RowError("column 'tools' is not valid JSON") from None
     return {**arguments, "tools": tools} if tools else dict(arguments)
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with.
-
-    What the last letters of a prompt become may depend on what follows them: a token that holds letters of both is not
-    in the prefix of prompt and whole.
-    """
-    shorter = min(len(one), len(other))
-    differ = np.flatnonzero(np.asarray(one[:shorter]) != np.asarray(other[:shorter]))
-    return int(differ[0]) if len(differ) else shorter

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from greedysnake.data.cache import Meta, cache_key, cached_folder
-from greedysnake.data.encode import BadRow, Document, Encoder
+from greedysnake.data.documents import Document
+from greedysnake.data.encode import BadRow, Encoder
 from greedysnake.data.files import find_sources
 from greedysnake.data.options import DataOptions
 from greedysnake.data.rows import read_rows

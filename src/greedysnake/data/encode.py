@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from greedysnake.data.chat import TEMPLATE_COLUMNS, Chat, common_prefix
+from greedysnake.data.chat import TEMPLATE_COLUMNS, Chat
+from greedysnake.data.documents import Document, Texts, Tokenise, common_prefix
 from greedysnake.data.options import DataOptions
 from greedysnake.data.rows import Row, RowError, check_unicode
 from greedysnake.data.tokenizers import Tokenizer, token_ids
@@ -22,32 +23,13 @@ BATCH_CHARACTERS = 2**22
 
 
 @dataclass(frozen=True)
-class Document:
-    """Tokens of one row, or of one turn of it. `ignored` marks those without loss; None means that all have it."""
-
-    tokens: NDArray[np.int64]
-    ignored: NDArray[np.bool_] | None
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens that are predicted: the first one has nothing before it."""
-        if self.ignored is None:
-            return max(0, len(self.tokens) - 1)
-        return int((~self.ignored[1:]).sum())
-
-
-class Texts:
-    """What a row asks to be tokenised."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
-
-
-@dataclass(frozen=True)
 class BadRow:
     """Why a row could not be used, with file and line."""
 
     message: str
+
+
+Result = list[Document] | BadRow
 
 
 class Encoder:
@@ -76,33 +58,36 @@ class Encoder:
         options = self._options
         return (options.text_column, options.prompt_column, options.completion_column, options.messages_column)
 
-    def documents(self, rows: Iterable[Row]) -> Iterator[list[Document] | BadRow]:
+    def documents(self, rows: Iterable[Row]) -> Iterator[Result]:
         """What becomes of each row: one document, of some conversations several, or a bad row."""
-        for batch in _in_batches(rows):
-            yield from self._encode(batch)
+        for batch in _in_batches(self._texts(row) for row in rows):
+            yield from self._tokenised(batch)
+            del batch  # before the next one is made
 
-    def _encode(self, rows: Sequence[Row]) -> Iterator[list[Document] | BadRow]:
-        """Tokenise the texts of a batch in one call; `texts` of a row are what it asks to be tokenised."""
-        results: list[list[Document] | BadRow | Texts] = [self._texts(row) for row in rows]
-        texts = [text for result in results if isinstance(result, Texts) for text in result.texts]
-        encoded = token_ids(self._tokenizer, texts) if texts else iter(())
-        for row, result in zip(rows, results, strict=True):
-            if isinstance(result, Texts):
-                yield [self._document(row, [next(encoded) for _ in result.texts])]
+    def _tokenised(self, batch: Sequence[Texts | Result]) -> Iterator[Result]:
+        """Tokenise the texts of a batch, those of all rows of a kind in one call."""
+        asked: dict[Tokenise, list[str]] = {}
+        for row in batch:
+            if isinstance(row, Texts):
+                asked.setdefault(row.tokenise, []).extend(row.texts)
+        found = {tokenise: tokenise(self._tokenizer, texts) for tokenise, texts in asked.items()}
+        for row in batch:
+            if isinstance(row, Texts):
+                yield row.documents([next(found[row.tokenise]) for _ in row.texts])
             else:
-                yield result
+                yield row
 
-    def _texts(self, row: Row) -> list[Document] | BadRow | Texts:
-        """What to tokenise for a row: the whole, and the prompt before it if there is one."""
+    def _texts(self, row: Row) -> Texts | Result:
+        """What to tokenise for a row: the whole, and what it begins with if not all of it carries loss."""
         try:
             if row.problem:
                 raise RowError(row.problem)
             kind = self._kind(row)
             if kind == "text":
-                return Texts(_text(row, self._options.text_column))
+                return self._texts_of_text(row, [_text(row, self._options.text_column)])
             if kind == "messages":
                 messages = _messages(row, self._options.messages_column)
-                return self._documents_of_chat(row, messages, num_prompt=None)
+                return self._chat.texts(messages, row.values, where=row.where, num_prompt=None)
             return self._texts_of_prompt(row)
         except RowError as error:
             return BadRow(f"{row.where}: {error}")
@@ -124,34 +109,34 @@ class Encoder:
         missing = " or ".join(" and ".join(map(repr, wanted[kind])) for kind in kinds)
         raise RowError(f"no column {missing} ({has})")
 
-    def _texts_of_prompt(self, row: Row) -> list[Document] | Texts:
+    def _texts_of_prompt(self, row: Row) -> Texts | list[Document]:
         prompt, completion = self._options.prompt_column, self._options.completion_column
         if not isinstance(row.values[prompt], list):
             prompted = _text(row, prompt, may_be_empty=True)
-            return Texts(prompted + _text(row, completion), prompted)
+            return self._texts_of_text(row, [prompted + _text(row, completion), prompted])
         before = _messages(row, prompt)
-        return self._documents_of_chat(row, before + _messages(row, completion), num_prompt=len(before))
+        messages = before + _messages(row, completion)
+        return self._chat.texts(messages, row.values, where=row.where, num_prompt=len(before))
 
-    def _documents_of_chat(self, row: Row, messages: list[dict[str, Any]], *, num_prompt: int | None) -> list[Document]:
-        encoded = self._chat.encode(messages, row.values, where=row.where, num_prompt=num_prompt)
-        return [Document(np.array(tokens, np.int64), np.array(ignored, np.bool_)) for tokens, ignored in encoded]
+    def _texts_of_text(self, row: Row, texts: list[str]) -> Texts:
+        """A text, or prompt and completion together and the prompt alone."""
+        return Texts(texts, token_ids, partial(self._documents_of_text, row.ends))
 
-    def _document(self, row: Row, encoded: list[list[int]]) -> Document:
-        """The tokens of a text, or of prompt and completion together and of the prompt alone."""
-        tokens = np.array(encoded[0], np.int64)
-        num_prompt = common_prefix(encoded[0], encoded[1]) if len(encoded) == 2 else 0
+    def _documents_of_text(self, ends: bool, found: list[list[int]]) -> list[Document]:
+        tokens, *prompts = (np.array(ids, np.int64) for ids in found)
+        num_prompt = common_prefix(prompts[0], tokens) if prompts else 0
         eos = self._tokenizer.eos_token_id
-        if self._options.add_eos and row.ends and (not len(tokens) or tokens[-1] != eos):
+        if self._options.add_eos and ends and (not len(tokens) or tokens[-1] != eos):
             tokens = np.append(tokens, np.int64(eos or 0))
-        return Document(tokens, np.arange(len(tokens)) < num_prompt if num_prompt else None)
+        return [Document(tokens, np.arange(len(tokens)) < num_prompt if num_prompt else None)]
 
 
-def _in_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
+def _in_batches(rows: Iterable[Texts | Result]) -> Iterator[list[Texts | Result]]:
+    batch: list[Texts | Result] = []
     num_characters = 0
     for row in rows:
         batch.append(row)
-        num_characters += _num_characters(row.values)
+        num_characters += _num_characters(row)
         if len(batch) == BATCH_ROWS or num_characters >= BATCH_CHARACTERS:
             yield batch
             batch, num_characters = [], 0
@@ -159,11 +144,11 @@ def _in_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _num_characters(value: object) -> int:
-    if isinstance(value, str):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(_num_characters(part) for part in parts)
+def _num_characters(row: Texts | Result) -> int:
+    """Of what is to be tokenised, which may be the same words many times; tokens of what need not be."""
+    if isinstance(row, Texts):
+        return sum(map(len, row.texts))
+    return 0 if isinstance(row, BadRow) else sum(len(document.tokens) for document in row)
 
 
 def _read_template(name: str) -> str | None:
