@@ -10,7 +10,19 @@ import torch
 from torch import nn
 
 import greedysnake as gs
-from reference import OPTIMIZER, Batch, Head, Layer, Parts, Plain, make_batches, make_engine, make_factories, make_parts
+from reference import (
+    OPTIMIZER,
+    Batch,
+    Embed,
+    Head,
+    Layer,
+    Parts,
+    Plain,
+    make_batches,
+    make_engine,
+    make_factories,
+    make_parts,
+)
 
 IN_RAM = gs.Placement(weights_ram=1, optimizer_ram=1)
 
@@ -37,6 +49,23 @@ def test_layer_that_changes_its_input_in_place_is_refused(
     placement = gs.Placement(activations_device=activations_device, activations_ram=1 - activations_device)
     engine = make_engine(Parts(parts.embed, [InPlace()], parts.head), tmp_path, placement=placement)
     with engine, pytest.raises(gs.ConfigError, match=r"layers\.0 changes its input in place"):
+        engine.step(make_batches(2, 0))
+
+
+def test_an_embedding_that_changes_its_batch_in_place_is_refused(tmp_path: Path) -> None:
+    """It is called for the size, in the forward and in the backward, so it would change it three times."""
+
+    class Shifting(Embed):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            name = next(iter(batch))
+            batch[name].add_(1).remainder_(7)
+            return super().forward(batch)
+
+    parts = make_parts()
+    with (
+        make_engine(Parts(Shifting(37, 32), parts.layers, parts.head), tmp_path) as engine,
+        pytest.raises(gs.ConfigError, match=r"embed changes \w+ of its batch in place"),
+    ):
         engine.step(make_batches(2, 0))
 
 

@@ -356,6 +356,8 @@ def test_a_full_drive_of_the_metrics_costs_no_step(tmp_path: Path, monkeypatch: 
         written(self, record)
 
     values = values_in(tmp_path, max_steps=5)
+    straight = {**values, "output_dir": str(tmp_path / "straight")}
+    train(straight)
     with monkeypatch.context() as patched, pytest.raises(gs.StorageError, match=r"metrics.jsonl: No space.*ENOSPC"):
         patched.setattr(MetricsFile, "write", write)
         train(values)
@@ -363,7 +365,23 @@ def test_a_full_drive_of_the_metrics_costs_no_step(tmp_path: Path, monkeypatch: 
     assert train(values, console).num_steps == 5
     assert isinstance(console.file, io.StringIO)
     assert "continued from the checkpoint of step 3" in console.file.getvalue()
-    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 4, 5]
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight"), "nor a line"
+
+
+def test_the_lines_are_on_the_drive_before_the_checkpoint_that_comes_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(MetricsFile, "sync", lambda self: synced.append(len(metrics_of(tmp_path / "run"))))
+    save, saved = gs.Engine.save, []
+
+    def noted(self: gs.Engine, *values: Any) -> None:
+        saved.append((self.num_steps, synced[-1]))
+        save(self, *values)
+
+    monkeypatch.setattr(gs.Engine, "save", noted)
+    train(values_in(tmp_path, max_steps=5, save_steps=2))
+    assert saved == [(2, 2), (4, 4), (5, 5)]
 
 
 def test_a_line_says_what_bounds_the_step_and_how_close() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -63,6 +64,11 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "greedysnake._native":
         return "the native module is not built: run make build, or pip install ."
     return None
+
+
+def _end(number: int, _: object) -> None:
+    """As Ctrl-C does, so that what was begun is taken away."""
+    raise SystemExit(128 + number)
 
 
 def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
@@ -122,6 +128,9 @@ def export(
     """Write the last checkpoint as a folder that transformers' from_pretrained loads."""
     from greedysnake.exporting import export_run
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup
+            signal.signal(number, _end)
     step = export_run(run, out, dtype=dtype)
     print(f"wrote {out}: the model of step {step} in {dtype}")
 

@@ -96,6 +96,8 @@ NEXT_MOVE = {
     errno.EIO: "the drive reported an error; look at the kernel log (dmesg) before trusting it again",
     errno.ENOTDIR: "a part of the path is a file; give another directory",
     errno.EEXIST: "a file is there, or a link that leads nowhere; give another path",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or give a directory on another file system",
     errno.ENAMETOOLONG: "give a shorter one",
     errno.ELOOP: "links lead back to themselves; correct them, or give another path",
 }

@@ -8,7 +8,7 @@ from typing import Any
 from greedysnake.config import Config
 from greedysnake.data.tokenizers import load_tokenizer
 from greedysnake.errors import ConfigError, explained
-from greedysnake.models.export import DTYPES, export_model
+from greedysnake.models.export import DTYPES, export_model, is_free
 from greedysnake.preparation import (
     make_model,
     model_configuration,
@@ -28,7 +28,7 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
     """Writes model and tokenizer of the run in folder `run` to the new folder `out`; returns the checkpoint's step."""
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype is {dtype!r}: use {', '.join(DTYPES)}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not is_free(out):
         raise ConfigError(f"OUT is {str(out)!r}, which exists: name a new or empty folder")
     noted = load_run(run)
     config = noted.config

@@ -18,7 +18,7 @@ from rich.console import Console
 from greedysnake.config import METRICS, RUN_ID, Config, load_config
 from greedysnake.errors import ConfigError, StorageError, explained
 from greedysnake.preparation import Prepared, open_engine, prepare, require_same_model, why_not_compiled
-from greedysnake.report.metrics import MetricsFile, step_record
+from greedysnake.report.metrics import MetricsFile, as_json, step_record
 from greedysnake.report.progress import (
     Progress,
     Prospect,
@@ -37,6 +37,8 @@ from greedysnake.threads import torch_threads
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TOKENISING_LINE_S = 10.0
+UNWRITTEN = "unwritten_metrics"
+"""In a checkpoint: the line of its step, where metrics.jsonl had no room for it."""
 
 
 class Trainer:
@@ -174,6 +176,7 @@ class _Training:
 
     def go(self) -> Summary:
         start_s = time.monotonic()
+        self._write_what_found_no_room()
         with stop_requests() as requests, ExitStack() as afterwards:
             freezes = not gc.get_freeze_count()  # asked once: it counts all that is frozen, one by one
             while self._engine.num_steps < self._prepared.num_steps and not requests:
@@ -259,17 +262,26 @@ class _Training:
         try:
             self._metrics.write(record)
         except StorageError:
-            self._save()  # the drive of the metrics is full, not that of the state: the steps done need not be lost
+            # The drive of the metrics is full, not that of the state: neither the steps done need be lost nor the line.
+            self._save(unwritten=as_json(record))
             raise
         step = int(str(record["step"]))
         for tracker in self._trackers:
             tracker.log(step, numbers_of(record))
         self._progress.step(record)
 
-    def _save(self) -> None:
-        """Publishes a checkpoint, unless this step has one."""
+    def _write_what_found_no_room(self) -> None:
+        """The line of the step that is continued from, if its drive was full then."""
+        record, last = self._engine.metadata.get(UNWRITTEN), self._metrics.last
+        if isinstance(record, dict) and (last is None or int(str(last["step"])) < record["step"]):
+            self._metrics.write(record)
+
+    def _save(self, unwritten: Mapping[str, object] | None = None) -> None:
+        """Publishes a checkpoint, unless this step has one, with the line of the last step if it is in no file."""
         if self._saved_step == self._engine.num_steps:
             return
+        if unwritten is None:
+            self._metrics.sync()
         position = self._engine.num_steps * self._prepared.num_micro_batches
         self._engine.save(
             {
@@ -279,6 +291,7 @@ class _Training:
                 "validation_fingerprint": self._validation_fingerprint,
                 "model": self._prepared.model_values,
                 RUN_ID: self._run.run_id,
+                **({} if unwritten is None else {UNWRITTEN: unwritten}),
             }
         )
         if not self._run.has_checkpoint:

@@ -171,6 +171,9 @@ def test_a_missing_package_is_named(tmp_path: Path, package: str, file: str, mon
 
 def test_a_data_set_saved_to_disk_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=r"empty cannot be read as a data set, or has no rows"):
+        read(tmp_path, tmp_path / "empty")
     rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
     rows.save_to_disk(str(tmp_path / "saved"))
     assert read(tmp_path, tmp_path / "saved") == ["one", "two"]

@@ -37,6 +37,31 @@ def test_text_never_becomes_a_special_token() -> None:
     assert tokenizer.decode([104, 105, 257], skip_special_tokens=True) == "hi"
 
 
+def test_a_folder_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    """transformers makes a tokenizer of special tokens out of it."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GemmaTokenizer"}')
+    with pytest.raises(ConfigError, match=r"has no vocabulary: fetch its tokenizer\.json, or the files that Gemma"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_package_that_a_tokenizer_lacks_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*values: object, **options: object) -> None:
+        raise ImportError("\nThis one requires the SentencePiece library.\nMore about it")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lacks)
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(This one requires the SentencePiece library\.\)"):
+        load_tokenizer(tmp_path)
+
+
+def test_whether_special_tokens_are_split_is_part_of_a_tokenizers_identity() -> None:
+    tokenizer = hf_tokenizer(CHATML)
+    before = tokenizer_identity(tokenizer)
+    tokenizer.split_special_tokens = True
+    assert tokenizer_identity(tokenizer) != before
+    tokenizer.split_special_tokens = False
+    assert tokenizer_identity(tokenizer) == before
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bytes")

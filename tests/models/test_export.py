@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +18,7 @@ import torch
 
 import greedysnake as gs
 from families import FAMILIES, OPTIMIZER, make_batches, make_config
+from greedysnake import durable
 
 EXPORTED = [name for name in FAMILIES if "balanced" not in name]
 
@@ -94,6 +99,7 @@ def test_files_of_the_tokenizer_and_of_generation_come_along(tmp_path: Path) -> 
         gs.export_model(engine, model, source)
     (source / "tokenizer.json").write_text("{}")
     (source / "chat_template.jinja").write_text("template")
+    (source / "spiece.model").write_text("vocabulary")
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("another")
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
@@ -101,8 +107,8 @@ def test_files_of_the_tokenizer_and_of_generation_come_along(tmp_path: Path) -> 
     again = gs.load_model(source)
     with make_engine(again, tmp_path / "again") as engine:
         gs.export_model(engine, again, tmp_path / "out")
-    more = "additional_chat_templates/tool_use.jinja"
-    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", more):
+    more = ("additional_chat_templates/tool_use.jinja", "spiece.model")
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", *more):
         assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
     assert not (tmp_path / "out" / "training notes.txt").exists()
 
@@ -164,6 +170,65 @@ def test_an_empty_folder_stays_the_folder_that_it_is(
     ]
     assert mean_loss(load_whole(place, "sdpa")) > 0
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_a_killed_export_left_is_removed_and_that_of_one_under_way_is_not(exists: bool, tmp_path: Path) -> None:
+    out = tmp_path / "all" / "out"
+    beside = out if exists else out.parent
+    beside.mkdir(parents=True)
+    left = beside / ".out.12345678.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_text("half of it")
+    (out.parent / ".other.12345678.partial").mkdir()
+    model = gs.load_model(make_config("llama"), seed=3)
+    with make_engine(model, tmp_path) as engine:
+        folder = os.open(left, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(gs.StorageError, match=r"another export to .*out, which is under way"):
+            gs.export_model(engine, model, out)
+        os.close(folder)
+        gs.export_model(engine, model, out)
+    assert not left.exists() and (out / "config.json").is_file()
+    assert sorted(path.name for path in out.parent.iterdir()) == [".other.12345678.partial", "out"]
+
+
+def test_all_of_an_export_is_on_the_drive_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    real = durable.sync
+
+    def noted(path: Path) -> None:
+        real(path)
+        synced.append((path.name, (tmp_path / "out").exists()))
+
+    monkeypatch.setattr("greedysnake.models.export.sync", noted)
+    model = gs.load_model(make_config("llama"), seed=3)
+    with make_engine(model, tmp_path) as engine:
+        gs.export_model(engine, model, tmp_path / "out")
+    before = {name for name, there in synced if not there}
+    assert before > {path.name for path in (tmp_path / "out").iterdir()}
+    assert [name for name, there in synced if there] == ["out", tmp_path.name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing_of_an_export(number: signal.Signals, trained: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from greedysnake import cli\n"
+        "from greedysnake.models import export\n"
+        f"export._write_index = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "sys.argv = ['greedysnake', 'export', *sys.argv[1:]]\n"
+        "cli.main()\n"
+    )
+    (tmp_path / "there").mkdir()
+    for out in ("new", "there"):
+        command = [sys.executable, "-c", code, str(trained / "run"), str(tmp_path / out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 128 + number, done.stderr
+        assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
 def fail(file: int, data: bytes = b"", offset: int = 1) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from greedysnake.durable import sync
-from greedysnake.errors import StorageError
+from greedysnake.errors import NEXT_MOVE, StorageError
 
 META = "meta.json"
 KEY_BYTES = 12
@@ -88,6 +88,5 @@ def _writable(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"the data cache {cache} cannot be made ({error}): free space there, or give another folder"
-        ) from error
+        move = NEXT_MOVE.get(error.errno or 0, "free space there, or give another folder")
+        raise StorageError(f"the data cache {cache} cannot be made ({error}): {move}") from error

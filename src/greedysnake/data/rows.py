@@ -166,7 +166,14 @@ def _dataset_rows(source: Source) -> Iterator[Row]:
         raise ConfigError(
             f"{source.path} was written by save_to_disk and needs the package datasets: pip install datasets"
         ) from None
-    yield from _numbered(source, datasets.load_from_disk(str(source.path)))
+    try:
+        found = datasets.load_from_disk(str(source.path))
+    except Exception as error:  # whatever it raises; IndexError where a data set has no rows
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"{source.path} cannot be read as a data set, or has no rows ({reason}): write it anew with save_to_disk"
+        ) from None
+    yield from _numbered(source, found)
 
 
 def _numbered(source: Source, values: Iterable[object]) -> Iterator[Row]:

@@ -151,11 +151,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(f"tokenizer {name!r} needs the package transformers: pip install transformers") from None
     try:
         loaded: Tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         message = f"tokenizer {name!r} cannot be loaded ({reason}): give a folder with tokenizer.json"
         raise ConfigError(message) from None
+    if is_folder and _lacks_vocabulary(loaded, Path(name)):
+        raise ConfigError(
+            f"tokenizer {name!r} has no vocabulary: fetch its tokenizer.json, or the files that "
+            f"{type(loaded).__name__} reads"
+        )
     return loaded
+
+
+def _lacks_vocabulary(tokenizer: object, folder: Path) -> bool:
+    """transformers makes one of special tokens alone where none of its files is there, as after half a download."""
+    files = set(getattr(tokenizer, "vocab_files_names", {}).values())
+    return bool(files) and not any((folder / file).is_file() for file in files | {"tokenizer.json", "tekken.json"})
 
 
 def quietly(tokenizer: object) -> dict[str, Any]:
@@ -216,5 +227,7 @@ def tokenizer_identity(tokenizer: Any) -> str:
         parts += [sorted(tokenizer.get_vocab().items())]
     names = ("special_tokens_map", "chat_template", "eos_token_id", "pad_token_id", "add_bos_token", "add_eos_token")
     parts += [getattr(tokenizer, name, None) for name in names]
+    # Only if it is on: keys that caches and checkpoints have stay what they are.
+    parts += ["split_special_tokens"] if getattr(tokenizer, "split_special_tokens", False) else []
     text = json.dumps(parts, sort_keys=True, default=str)
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, StorageError, explained
 from greedysnake.models.huggingface import CausalLM
 from greedysnake.sizes import parse_size
@@ -31,10 +33,23 @@ NAMES = {
 CHAT_TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", CHAT_TEMPLATE, "chat_template.json", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", CHAT_TEMPLATE, "chat_template.json", "tekken.json", "normalizer.json"),
+    *(
+        "spiece.model",
+        "sentencepiece.model",
+        "sentencepiece.bpe.model",
+        "spm.model",
+        "spm_char.model",
+        "byte_maps.json",
+    ),
+    *("source.spm", "target.spm", "vocab-src.json", "vocab-tgt.json", "target_vocab.json", "entity_vocab.json"),
+    *("emoji.json", "bpe.codes", "dict.txt", "prophetnet.tokenizer", "word_shape.json", "word_pronunciation.json"),
 )
+"""All that tokenizers of transformers have a name for (VOCAB_FILES_NAMES): one without its vocabulary may load all the
+same, without a word."""
 MORE_TEMPLATES = "additional_chat_templates"
 CONFIG = "config.json"
+PARTIAL = ".partial"
 GENERATION_CONFIG = "generation_config.json"
 END = "eos_token_id"
 
@@ -76,15 +91,16 @@ def export_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: use 'bfloat16' or 'float32'")
     target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not is_free(target):
         raise StorageError(f"{target} exists and is not empty: give another folder, or remove it", path=str(target))
     config, generation = _configurations(model, special_tokens or {})
     skeleton = model.skeleton()
     buffers = model.persistent_buffers(skeleton)
     blocks = _blocks(model, skeleton, buffers)
     shards = _plan(skeleton, blocks, dtype, parse_size(max_shard_bytes))
+    smaller = " or with --dtype bfloat16" if dtype != "bfloat16" else ""
     with explained("write", target), _appearing(Path(os.path.realpath(target))) as partial:
-        _require_space(partial, shards)
+        _require_space(partial, shards, f"export to another drive{smaller and ','}{smaller}")
         with _Writer(partial, shards) as writer:
             _write_weights(
                 engine, model, skeleton, {name: set(block) for name, block in blocks.items()}, buffers, writer
@@ -103,9 +119,21 @@ def export_model(
     return target
 
 
+def is_free(target: Path) -> bool:
+    """Whether nothing is there, or an empty folder; what an export left there that was killed does not count."""
+    if not target.exists():
+        return True
+    return target.is_dir() and all(_is_partial(path, Path(os.path.realpath(target))) for path in target.iterdir())
+
+
+def _is_partial(path: Path, target: Path) -> bool:
+    return path.name.startswith(f".{target.name}.") and path.suffix == PARTIAL
+
+
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """A folder on the drive of `target` whose content is there at the end, and that is removed if there is an error.
+    At the end it is on the drive: a power cut takes nothing of it.
 
     A target that exists stays the folder that it is: it may be a mount point, a link or somebody's working directory.
     Nobody takes it for a model before config.json is in it, which comes last.
@@ -113,19 +141,54 @@ def _appearing(target: Path) -> Iterator[Path]:
     exists = target.is_dir()
     beside = target if exists else target.parent
     beside.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=beside))
+    for path in list(beside.iterdir()):
+        if _is_partial(path, target):
+            _remove_left_over(path, target)
+    partial = beside / f".{target.name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
+    partial.mkdir()
+    with _held(partial):
+        try:
+            yield partial
+            for path in (*partial.rglob("*"), partial):
+                sync(path)
+            if exists:
+                for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG):
+                    path.rename(target / path.name)
+                partial.rmdir()
+            else:
+                partial.rename(target)
+            sync(target)
+            sync(target.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _held(partial: Path) -> Iterator[bool]:
+    """Tells other exports that this folder is in use; False if another one holds it."""
+    folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield partial
-        if exists:
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG):
-                path.rename(target / path.name)
-            partial.rmdir()
-        else:
-            partial.chmod(0o755)
-            partial.rename(target)
-    except BaseException:
+        is_ours = True
+        with suppress(OSError):  # a file system without locks
+            is_ours = False
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        yield is_ours
+    finally:
+        os.close(folder)
+
+
+def _remove_left_over(partial: Path, target: Path) -> None:
+    """What a process left that was killed: as large as a model, and under a name that nobody sees."""
+    with _held(partial) as is_ours:
+        if not is_ours:
+            raise StorageError(
+                f"{partial} is that of another export to {target}, which is under way: wait for it, or remove that "
+                "folder",
+                path=str(partial),
+            )
         shutil.rmtree(partial)
-        raise
 
 
 @dataclass(frozen=True)
@@ -293,12 +356,11 @@ def _pwrite(file: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _require_space(folder: Path, shards: Sequence[_Shard]) -> None:
+def _require_space(folder: Path, shards: Sequence[_Shard], move: str) -> None:
     needed, free = sum(shard.num_bytes for shard in shards), shutil.disk_usage(folder).free
     if needed > free:
         raise StorageError(
-            f"the model takes {needed} bytes, {folder.parent} has {free} free: export to another drive, or with "
-            "dtype='bfloat16'",
+            f"the model takes {needed} bytes, {folder.parent} has {free} free: {move}",
             path=str(folder.parent),
             wanted=needed,
             got=free,

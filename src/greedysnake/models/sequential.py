@@ -91,8 +91,8 @@ class Sequential:
     Each may be a module or a function without arguments that makes one; such functions are called block by block,
     so a model need never be in memory as a whole. They are called twice, the first time only for the shapes,
     under `torch.device("meta")`. A parameter that several blocks share is recognised by identity. The forward may
-    run twice and must leave buffers as they are: no running statistics. No block's output may be larger than the
-    embedding's.
+    run twice and must leave buffers and the batch as they are: no running statistics. No block's output may be larger
+    than the embedding's.
 
     A layer may have more methods, which are called outside of compiled code:
     - `extra_inputs(batch)`, a tuple: the layer is called as layer(hidden, *extra_inputs).

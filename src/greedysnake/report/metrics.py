@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from greedysnake.durable import sync
 from greedysnake.errors import StorageError, explained
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class MetricsFile:
             self._file = self.path.open("a")
         self.last = records[-1]
 
+    def sync(self) -> None:
+        """The lines are on the drive on return, as what is saved after them will be."""
+        with explained("write", self.path):
+            sync(self.path)
+
     def close(self) -> None:
         with suppress(OSError):  # every line is in the file already, but one that was refused, and that was told
             self._file.close()
@@ -112,11 +118,18 @@ def _replace(path: Path, records: Iterable[Mapping[str, object]]) -> None:
     """The old file stays until the new one is complete."""
     new = path.with_name(path.name + ".new")
     new.write_text("".join(map(_line, records)))
+    sync(new)
     os.replace(new, path)
+    sync(path.parent)
 
 
 def _line(record: Mapping[str, object]) -> str:
-    return json.dumps({name: _finite(value) for name, value in record.items()}) + "\n"
+    return json.dumps(as_json(record)) + "\n"
+
+
+def as_json(record: Mapping[str, object]) -> dict[str, object]:
+    """A line's values; numbers that JSON does not have become null."""
+    return {name: _finite(value) for name, value in record.items()}
 
 
 def _finite(value: object) -> object:

@@ -93,8 +93,15 @@ class Compute:
         self._bind(0, [("weights", self._buffers.plan.blocks[0].pool, 0)])
         module = self._blocks[0].module
         assert module is not None
+        versions = _versions(batch)
         with torch.no_grad():
             hidden = module(batch)
+        changed = [name for name, version in _versions(batch).items() if version != versions.get(name)]
+        if changed:
+            raise ConfigError(
+                f"embed changes {changed[0]} of its batch in place: it is called several times for a step, so make a "
+                "new tensor instead"
+            )
         if not isinstance(hidden, torch.Tensor):
             raise ConfigError(f"embed returned a {type(hidden).__name__}: a block must return one tensor")
         return int(hidden.nbytes)
@@ -347,3 +354,8 @@ def _add(total: torch.Tensor, gradient: torch.Tensor | None, *, fresh: bool) -> 
         total.zero_() if gradient is None else total.copy_(gradient)
     elif gradient is not None:
         total.add_(gradient)
+
+
+def _versions(batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Counts how often each tensor was written to; those of inference mode do not."""
+    return {name: value._version for name, value in batch.items() if not value.is_inference()}
