@@ -330,7 +330,7 @@ def test_full_filesystem_is_refused_before_anything_is_written(mount: Callable[[
         needed, free = (int(number) for number in re.findall(r"\((\d+) bytes\)", str(error.value)))
         assert needed > 20 << 20 and 0 < free < 16 << 20
         assert f"in {point / 'a'}, {point / 'b'}" in str(error.value), "both lie on one filesystem: their sum counts"
-        assert re.search(r"free \S+ MiB, add a directory on another drive, or pass single_slot", str(error.value))
+        assert re.search(r"free \S+ MiB, add a directory on another drive, or set engine\.single_slot=true", str(error.value))
         written = {name for directory in ("a", "b") for name in os.listdir(point / directory)}
         assert written == {"greedysnake.lock"}
         with (
@@ -383,7 +383,7 @@ def test_a_store_that_grows_by_a_slot_leaves_room_for_manifests(mount: Callable[
         free = os.statvfs(point).f_bavail * os.statvfs(point).f_frsize
         with open(point / "hog", "wb") as hog:
             os.posix_fallocate(hog.fileno(), 0, free - slot - (16 << 10))
-        with pytest.raises(PlanError, match=r"or pass optimistic=False$"):
+        with pytest.raises(PlanError, match=r"or set engine\.optimistic=false \(in Python optimistic=False\)$"):
             open_store(point / "store", io, resume=True, spare_slot=True)
         os.truncate(point / "hog", free - slot - (160 << 10))
         with open_store(point / "store", io, resume=True, spare_slot=True) as store:

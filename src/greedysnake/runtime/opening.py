@@ -77,7 +77,7 @@ def resume_store(
             )
     layout = replace(layout, num_slots=max(layout.num_slots, manifest.num_slots))
     grows = layout.num_slots > manifest.num_slots  # else what was left for manifests is there still
-    or_else = ", or pass optimistic=False" if grows else ""
+    or_else = ", or set engine.optimistic=false (in Python optimistic=False)" if grows else ""
     _require_space(directories, layout, _manifest_bytes(extents) if grows else 0, or_else)
     _allocate(directories, layout)
     return manifest, layout
@@ -91,8 +91,8 @@ def create_store(
     if not overwrite:
         _refuse_to_discard(directories, identities)
     smaller = {
-        2: ", or pass single_slot=True, which halves it",
-        3: ", or pass optimistic=False, which takes a third off",
+        2: ", or set engine.single_slot=true (in Python single_slot=True), which halves it",
+        3: ", or set engine.optimistic=false (in Python optimistic=False), which takes a third off",
     }
     or_else = ", add a directory on another drive" + smaller.get(layout.num_slots, "")
     _require_space(directories, layout, 2 * _manifest_bytes(extents), or_else)
