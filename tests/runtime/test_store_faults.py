@@ -330,7 +330,8 @@ def test_full_filesystem_is_refused_before_anything_is_written(mount: Callable[[
         needed, free = (int(number) for number in re.findall(r"\((\d+) bytes\)", str(error.value)))
         assert needed > 20 << 20 and 0 < free < 16 << 20
         assert f"in {point / 'a'}, {point / 'b'}" in str(error.value), "both lie on one filesystem: their sum counts"
-        assert re.search(r"free \S+ MiB, add a directory on another drive, or set engine\.single_slot=true", str(error.value))
+        cure = r"free \S+ MiB, add a directory on another drive, or set engine\.single_slot=true"
+        assert re.search(cure, str(error.value))
         written = {name for directory in ("a", "b") for name in os.listdir(point / directory)}
         assert written == {"greedysnake.lock"}
         with (
