@@ -5,8 +5,6 @@ A run has an id, in its folder and in its checkpoints: a store may come to hold 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -18,6 +16,7 @@ from greedysnake import settings
 from greedysnake.config import HAS_CHECKPOINT, METRICS, RUN, RUN_ID, Config, difference, holds_run
 from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, explained
+from greedysnake.locks import locked
 from greedysnake.runtime.opening import holds_checkpoint, holds_store
 
 
@@ -52,25 +51,14 @@ class Run:
 
 @contextmanager
 def one_at_a_time(directory: Path) -> Iterator[None]:
-    """Keeps other trainings out of the folder of a run: their storage may be another, and the folder is not.
-
-    The folder itself is locked, so that no file is left behind; where its file system has no such locks, nothing is.
-    """
-    folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    """Keeps other trainings out of the folder of a run: their storage may be another, and the folder is not."""
+    with locked(directory) as is_ours:
+        if is_ours is False:
             raise ConfigError(
                 f"output_dir is {str(directory)!r}, in which a training is under way: wait for its end, or name "
                 "another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
+            )
         yield
-    finally:
-        os.close(folder)
 
 
 def begin_run(config: Config, continued: Run | None) -> Run:

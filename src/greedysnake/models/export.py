@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import fcntl
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 
 from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, StorageError, explained
+from greedysnake.locks import locked
 from greedysnake.models.huggingface import CausalLM
 from greedysnake.sizes import parse_size
 
@@ -146,7 +146,7 @@ def _appearing(target: Path) -> Iterator[Path]:
             _remove_left_over(path, target)
     partial = beside / f".{target.name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
     partial.mkdir()
-    with _held(partial):
+    with locked(partial):
         try:
             yield partial
             for path in (*partial.rglob("*"), partial):
@@ -164,24 +164,9 @@ def _appearing(target: Path) -> Iterator[Path]:
             raise
 
 
-@contextmanager
-def _held(partial: Path) -> Iterator[bool]:
-    """Tells other exports that this folder is in use; False if another one holds it."""
-    folder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        is_ours = True
-        with suppress(OSError):  # a file system without locks
-            is_ours = False
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = True
-        yield is_ours
-    finally:
-        os.close(folder)
-
-
 def _remove_left_over(partial: Path, target: Path) -> None:
     """What a process left that was killed: as large as a model, and under a name that nobody sees."""
-    with _held(partial) as is_ours:
+    with locked(partial) as is_ours:
         if not is_ours:
             raise StorageError(
                 f"{partial} is that of another export to {target}, which is under way: wait for it, or remove that "
