@@ -98,9 +98,9 @@ def export_model(
     buffers = model.persistent_buffers(skeleton)
     blocks = _blocks(model, skeleton, buffers)
     shards = _plan(skeleton, blocks, dtype, parse_size(max_shard_bytes))
-    smaller = " or with --dtype bfloat16" if dtype != "bfloat16" else ""
+    move = "export to another drive" + ("" if dtype == "bfloat16" else ", or in bfloat16 (--dtype bfloat16)")
     with explained("write", target), _appearing(Path(os.path.realpath(target))) as partial:
-        _require_space(partial, shards, f"export to another drive{smaller and ','}{smaller}")
+        _require_space(partial, shards, move)
         with _Writer(partial, shards) as writer:
             _write_weights(
                 engine, model, skeleton, {name: set(block) for name, block in blocks.items()}, buffers, writer
