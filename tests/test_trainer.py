@@ -384,6 +384,35 @@ def test_the_lines_are_on_the_drive_before_the_checkpoint_that_comes_after_them(
     assert saved == [(2, 2), (4, 4), (5, 5)]
 
 
+def test_metrics_that_cannot_be_kept_cost_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, write = values_in(tmp_path, max_steps=4, save_steps=2), MetricsFile.write
+
+    def moving(self: MetricsFile, record: Any) -> None:
+        write(self, record)
+        if record["step"] == 1:  # as those who rotate logs do
+            self.path.rename(self.path.with_suffix(".1"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "write", moving)
+        assert train(values).num_steps == 4
+
+    real = os.fdatasync
+
+    def fail(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").endswith("metrics.jsonl"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(file)
+
+    values["training"] |= {"max_steps": 6}
+    with monkeypatch.context() as patched, pytest.raises(gs.StorageError, match=r"metrics\.jsonl: .*EIO"):
+        patched.setattr("os.fdatasync", fail)
+        train(values)
+    console = quiet()
+    assert train(values, console).num_steps == 6
+    assert isinstance(console.file, io.StringIO)
+    assert "continued from the checkpoint of step 6" in console.file.getvalue()
+
+
 def test_a_line_says_what_bounds_the_step_and_how_close() -> None:
     record = {
         "step": 12,

@@ -280,8 +280,13 @@ class _Training:
         """Publishes a checkpoint, unless this step has one, with the line of the last step if it is in no file."""
         if self._saved_step == self._engine.num_steps:
             return
-        if unwritten is None:
-            self._metrics.sync()
+        try:
+            if unwritten is None:
+                self._metrics.sync()
+        finally:  # the metrics' drive failed, not that of the state
+            self._publish(unwritten)
+
+    def _publish(self, unwritten: Mapping[str, object] | None) -> None:
         position = self._engine.num_steps * self._prepared.num_micro_batches
         self._engine.save(
             {

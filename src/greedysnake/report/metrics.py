@@ -79,7 +79,7 @@ class MetricsFile:
     def sync(self) -> None:
         """The lines are on the drive on return, as what is saved after them will be."""
         with explained("write", self.path):
-            sync(self.path)
+            os.fdatasync(self._file.fileno())  # not by its name, which may be that of another file by now, or of none
 
     def close(self) -> None:
         with suppress(OSError):  # every line is in the file already, but one that was refused, and that was told
