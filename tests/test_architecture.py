@@ -34,6 +34,7 @@ NO_TORCH = {
         "sizes",
     ),
     *("trace", "verify", "report.schedule_text", "runtime.io"),
+    *("planning.costs", "planning.simulate"),
     *("config", "settings", "learning_rate", "report.metrics", "report.progress", "report.configuration_text"),
 }
 LONG_FILE, TOO_LONG_FILE = 450, 700
@@ -105,6 +106,13 @@ def test_the_walk_over_imports_finds_torch_where_it_is() -> None:
     assert "greedysnake.runtime.engine" in reached_by("greedysnake.selfcheck")
     assert "torch" in imports_of(PACKAGE / "runtime" / "host.py", at_import=False)
     assert "torch" not in imports_of(PACKAGE / "runtime" / "host.py", at_import=True)
+
+
+def test_what_decides_and_what_does_know_nothing_of_each_other() -> None:
+    for one, other in (("planning", "runtime"), ("runtime", "planning")):
+        for path in (PACKAGE / one).glob("*.py"):
+            found = imports_of(path, at_import=False)
+            assert not [module for module in found if module.startswith(f"greedysnake.{other}")], path.name
 
 
 def test_importing_the_schedule_does_not_import_torch() -> None:

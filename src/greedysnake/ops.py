@@ -42,7 +42,14 @@ class Lane(Enum):
         """Whether several of its ops may be under way at once: they start in order, and end in order."""
         return self in _OVERLAPPING
 
+    @property
+    def depth(self) -> int:
+        """How many of its ops may be under way at once."""
+        return SSD_DEPTH if self.overlaps else 1
 
+
+SSD_DEPTH = 3
+"""Chunks that a lane of the SSD has in flight: the next is queued before one ends."""
 _OVERLAPPING = frozenset(lane for lane in Lane if lane.link.startswith("ssd"))
 
 
@@ -93,6 +100,9 @@ LANES = {
 }
 
 
+_URGENT = frozenset({Kind.READ_WEIGHTS, Kind.RECALL})
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One thing one lane does. `index` is a micro-batch (F, B, E, P, G, Y, X) or a chunk (the rest)."""
@@ -119,6 +129,11 @@ class Op:
     @property
     def lane(self) -> Lane:
         return LANES[self.kind]
+
+    @property
+    def urgent(self) -> bool:
+        """Compute waits for it: the drives serve it before all that is not."""
+        return self.kind in _URGENT
 
     def __str__(self) -> str:
         return f"{self.kind.value}{self.block}.{self.index}"

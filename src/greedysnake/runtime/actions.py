@@ -79,7 +79,7 @@ class Actions:
         assert self._store is not None
         number, nbytes = self._scratch(op, context)
         buffer = self._buffers.tensor(op.writes[0], context)
-        return self._storing(self._store.read_scratch(number, buffer.data_ptr(), nbytes, urgent=True), nbytes)
+        return self._storing(self._store.read_scratch(number, buffer.data_ptr(), nbytes, urgent=op.urgent), nbytes)
 
     def _scratch(self, op: Op, context: StepContext) -> tuple[int, int]:
         _, number = self._buffers.step.home(op.block, op.index, len(context.batches))
@@ -93,7 +93,9 @@ class Actions:
     def read_weights(self, op: Op, context: StepContext) -> Wait:
         assert self._store is not None
         address = self._buffers.host.staging[slot_number(op.writes[0])].data_ptr()
-        ticket = self._store.read(self._extent[op.block, op.index], address, slice(WEIGHT, WEIGHT + 1), urgent=True)
+        ticket = self._store.read(
+            self._extent[op.block, op.index], address, slice(WEIGHT, WEIGHT + 1), urgent=op.urgent
+        )
         return self._storing(ticket, op.nbytes)
 
     def upload(self, op: Op, context: StepContext) -> int:

@@ -21,8 +21,6 @@ Linked = dict[Lane, list[Task]]
 COLLECT_EVERY = 32
 """Compute ops between two collections of records, so that few are left at the end of a step."""
 SWITCH_INTERVAL_S = 5e-4
-SSD_DEPTH = 3
-"""Chunks that a lane of the SSD has in flight: the next is queued before one ends."""
 
 
 class SwitchInterval:
@@ -68,8 +66,7 @@ class Runner:
             for lane in Lane:
                 on_device = device.type == "cuda" and lane.link in ("compute", "h2d", "d2h")
                 stream = torch.cuda.Stream(device) if on_device else None
-                depth = SSD_DEPTH if lane.overlaps else 1
-                self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=depth)
+                self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=lane.depth)
                 if lane is not Lane.COMPUTE:
                     self._lanes[lane].start()
             SwitchInterval.shorten()

@@ -1,0 +1,78 @@
+"""How long each op takes on a machine that is known by a few rates. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from greedysnake.ops import Kind, Op, Plan
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the links of a machine do in a second."""
+
+    ssd_bytes_per_s: float
+    """All drives together while they read and write."""
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    cpu_params_per_s: float
+    """Parameters that the optimizer updates."""
+    cpu_bytes_per_s: float
+    """Gradients that are added up, or whose squares are."""
+    ssd_read_bytes_per_s: float | None = None
+    """The drives while nothing is written; None is as fast as with both."""
+    ssd_write_bytes_per_s: float | None = None
+    """While nothing is read."""
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one micro-batch in one block, on the device."""
+
+    forward_s: float
+    backward_s: float
+    """With the forward computed again, or in the last block, which has no other, for the first time."""
+
+
+class Costs:
+    """How long ops take that have their link to themselves."""
+
+    def __init__(self, plan: Plan, rates: Rates, times: Sequence[BlockTimes], *, activation_bytes: int) -> None:
+        """`times` has one entry for each block that runs; `activation_bytes` is the size of a tensor between two."""
+        assert len(times) == plan.num_compute
+        self.rates = rates
+        self._plan = plan
+        self._times = times
+        self._activation_bytes = activation_bytes
+
+    def seconds(self, op: Op) -> float:
+        """An op of the drives as if they read and wrote all the time."""
+        rates, link = self.rates, op.lane.link
+        if link == "compute":
+            return self._compute_s(op)
+        if link == "cpu":
+            return self._cpu_s(op)
+        per_s = {"h2d": rates.h2d_bytes_per_s, "d2h": rates.d2h_bytes_per_s}.get(link, rates.ssd_bytes_per_s)
+        return self.nbytes(op) / per_s
+
+    def nbytes(self, op: Op) -> int:
+        """Bytes that it moves; an op does not say those of a tensor between blocks."""
+        return self._activation_bytes if op.kind in _OF_TENSORS else op.nbytes
+
+    def _compute_s(self, op: Op) -> float:
+        times = self._times[op.block]
+        if op.kind is not Kind.BACKWARD:
+            return times.forward_s
+        return times.backward_s - (times.forward_s if self._plan.keeps_graph(op.block) else 0.0)
+
+    def _cpu_s(self, op: Op) -> float:
+        if op.kind is Kind.VERDICT:
+            return 0.0
+        num_params = self._plan.blocks[op.block].chunks[op.index].num_params
+        if op.kind is Kind.UPDATE:
+            return num_params / self.rates.cpu_params_per_s
+        return num_params * self._plan.precision.gradient_bytes / self.rates.cpu_bytes_per_s
+
+
+_OF_TENSORS = frozenset({Kind.PARK, Kind.GET, Kind.SPILL, Kind.RECALL})
