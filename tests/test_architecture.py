@@ -34,7 +34,7 @@ NO_TORCH = {
         "sizes",
     ),
     *("trace", "verify", "report.schedule_text", "runtime.io"),
-    *("planning.costs", "planning.simulate"),
+    *("planning.costs", "planning.simulate", "planning.observe", "planning.solve", "report.plan_text"),
     *("config", "settings", "learning_rate", "report.metrics", "report.progress", "report.configuration_text"),
 }
 LONG_FILE, TOO_LONG_FILE = 450, 700

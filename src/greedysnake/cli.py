@@ -66,6 +66,12 @@ def _sentence(error: Exception) -> str | None:
     return None
 
 
+def _clean_up_when_told_to_end() -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup
+            signal.signal(number, _end)
+
+
 def _end(number: int, _: object) -> None:
     """As Ctrl-C does, so that what was begun is taken away."""
     raise SystemExit(128 + number)
@@ -128,11 +134,62 @@ def export(
     """Write the last checkpoint as a folder that transformers' from_pretrained loads."""
     from greedysnake.exporting import export_run
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup
-            signal.signal(number, _end)
+    _clean_up_when_told_to_end()
     step = export_run(run, out, dtype=dtype)
     print(f"wrote {out}: the model of step {step} in {dtype}")
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG.yaml", help="The configuration of a training.", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="a.b=c", help="Changes, as in engine.ram=32GiB.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new file for the configuration as planned.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say how fast a training would be here, what would bound it, and how it would be fastest. Trains nothing.
+
+    Measures the drives for two seconds each, and the rest by three steps of a few layers of the model.
+    """
+    from greedysnake.config import load_config
+
+    settings = load_config(*_file_and_overrides(config, overrides), to_train=False)
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists: give another name, or remove it")
+    from rich.console import Console
+
+    from greedysnake.planner import plan_run
+    from greedysnake.report.plan_text import as_json as in_json
+    from greedysnake.report.plan_text import machine_text, plan_table, plan_text
+    from greedysnake.report.progress import home_table
+
+    _clean_up_when_told_to_end()
+    console = Console(stderr=as_json)
+    planned = plan_run(settings, lambda text: console.print(f"{text} ...", highlight=False, soft_wrap=True))
+    if out is not None:
+        with explained("write", out), out.open("x", encoding="utf-8") as file:
+            file.write(planned.chosen.config.as_yaml())
+    if as_json:
+        print(json.dumps(in_json(planned), indent=2))
+        return
+    for part in (
+        machine_text(planned.machine, settings),
+        "",
+        home_table(planned.chosen.footprint),
+        "",
+        plan_table(planned),
+        plan_text(planned),
+    ):
+        console.print(part, highlight=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"next: greedysnake train {shlex.quote(str(out))}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,7 +34,8 @@ from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
 from greedysnake.runs import Run, find_run
 from greedysnake.runtime.engine import Engine
-from greedysnake.runtime.footprint import Footprint, foresee, missing_room, require_disk
+from greedysnake.runtime.flat import FlatBlock
+from greedysnake.runtime.footprint import Footprint, foresee, missing_room, outline, require_disk
 from greedysnake.runtime.host import ram_bytes
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimizer import AdamW
@@ -93,7 +94,8 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     ram = ram_budget(config)
     _require_machine(config)
     stored = stored_in(config.storage[0]) if run else None
-    footprint = footprint_of(config, model, model_config, ram, stored)
+    outlined = outline_of(config, model, model_config, ram, stored)
+    footprint = footprint_of(config, outlined, ram, stored)
     with _key("engine.storage: "):
         require_disk(footprint, config.storage)
     find_sources("data.validation_paths", config.data.validation_paths or ())  # before the rest is tokenised
@@ -249,11 +251,31 @@ def make_model(config: Config, model_config: Any) -> CausalLM:
     return model
 
 
-def footprint_of(config: Config, model: Model, model_config: Any, ram: int, stored: Stored | None = None) -> Footprint:
+@dataclass(frozen=True)
+class Outline:
+    """What the sizes of a run follow from."""
+
+    blocks: Sequence[FlatBlock]
+    activation_bytes: int
+    """Of the tensor between two blocks, for one micro-batch."""
+
+
+def outline_of(config: Config, model: Model, model_config: Any, ram: int, stored: Stored | None = None) -> Outline:
+    training, options = config.training, config.engine
+    blocks = outline(model, dtype=config.dtype, ram=ram, chunk_params=options.chunk_params, stored=stored)
+    num_elements = training.per_device_train_batch_size * training.sequence_length
+    num_elements *= int(model_config.get_text_config().hidden_size)
+    return Outline(blocks, num_elements * (4 if config.dtype == "float32" else 2))
+
+
+def footprint_of(
+    config: Config, outlined: Outline, ram: int, stored: Stored | None = None, *, more_slots: bool = True
+) -> Footprint:
     """PlanError, beginning with engine.ram, when the budget is too small. The slots that are `stored` in the checkpoint
-    that is continued stay, so there is nothing to gain by not using them."""
+    that is continued stay, so there is nothing to gain by not using them. Without `more_slots` there are as many as
+    the configuration says, also where RAM is filled."""
     wanted = config.engine.optimistic
-    foreseen = partial(_foresee, config, model, model_config, ram, stored)
+    foreseen = partial(_foresee, config, outlined, ram, stored, more_slots=more_slots)
     if not config.may_be_optimistic:
         return foreseen(optimistic=False)
     try:
@@ -280,14 +302,12 @@ _NO_RAM = "engine.ram has no room for doing them before it is known"
 
 
 def _foresee(
-    config: Config, model: Model, model_config: Any, ram: int, stored: Stored | None, *, optimistic: bool
+    config: Config, outlined: Outline, ram: int, stored: Stored | None, *, optimistic: bool, more_slots: bool
 ) -> Footprint:
     training, options = config.training, config.engine
-    hidden = model_config.get_text_config().hidden_size
-    element_bytes = 4 if config.dtype == "float32" else 2
     try:
         return foresee(
-            model,
+            outlined.blocks,
             dtype=config.dtype,
             ram=ram,
             num_directories=len(config.storage),
@@ -295,15 +315,12 @@ def _foresee(
             clipping=training.clip_norm is not None,
             placement=options.placement,
             slots=options.slots,
-            chunk_params=options.chunk_params,
             single_slot=options.single_slot,
             vertical=options.schedule == "vertical",
             num_micro_batches=training.gradient_accumulation_steps,
-            activation_bytes=training.per_device_train_batch_size
-            * training.sequence_length
-            * int(hidden)
-            * element_bytes,
+            activation_bytes=outlined.activation_bytes,
             fill=options.fill_ram,
+            more_slots=more_slots,
             optimistic=optimistic,
             stored=stored,
         )

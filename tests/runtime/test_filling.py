@@ -9,7 +9,7 @@ import pytest
 import greedysnake as gs
 from greedysnake.errors import PlanError
 from greedysnake.placement import Home
-from greedysnake.runtime.footprint import Footprint, foresee
+from greedysnake.runtime.footprint import Footprint, foresee, outline
 from reference import OPTIMIZER, make_batches, make_parts, train_engine
 
 ROWS, LENGTH, HIDDEN = 4, 32, 64
@@ -26,7 +26,6 @@ def plan(ram: int, **options: object) -> Footprint:
         "clipping": True,
         "placement": gs.Placement(),
         "slots": gs.Slots(),
-        "chunk_params": 4096,
         "single_slot": False,
         "vertical": True,
         "num_micro_batches": 8,
@@ -34,7 +33,8 @@ def plan(ram: int, **options: object) -> Footprint:
         "fill": True,
         **options,
     }
-    return foresee(model, **values)  # type: ignore[arg-type]
+    blocks = outline(model, dtype=str(values["dtype"]), ram=ram, chunk_params=4096)
+    return foresee(blocks, **values)  # type: ignore[arg-type]
 
 
 def shares(footprint: Footprint) -> tuple[float, float, float]:

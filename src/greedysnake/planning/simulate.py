@@ -159,32 +159,55 @@ class Forecast:
     """A step among others like it, as it is expected to be."""
 
     step_s: float
+    least_s: Mapping[str, float]
+    """Of each link (compute, h2d, d2h, cpu, and the drives as "ssd"), how long it needs for a step's work."""
     busy_s: Mapping[str, float]
-    """Of each link, and of the drives as "ssd", for how much of the step it was busy."""
+    """For how much of the step it was busy; at least so long, as its lanes may have to take turns with others."""
     records: Sequence[Record]
     """What ended in the step, on a clock that began with the first step."""
     start_s: float
     """When it began on that clock."""
 
+    @property
+    def bound(self) -> str:
+        """The link that needs longest: no step can be shorter than that."""
+        return max(self.least_s, key=lambda link: self.least_s[link])
+
 
 def forecast(
-    plan: Plan, costs: Costs, num_micro_batches: int, *, kind: str = "vertical", num_steps: int = 5
+    plan: Plan,
+    costs: Costs,
+    num_micro_batches: int,
+    *,
+    kind: str = "vertical",
+    clipped: bool = False,
+    num_steps: int = 5,
 ) -> Forecast:
-    """The last of some steps, which the start of the first does not reach any more. With clipping and a plan that may
-    be tentative, of steps that are not clipped."""
+    """The last of some steps, which the start of the first does not reach any more. Where updates may come before the
+    norm is known, all steps are `clipped`, so that they wait for it, or none is."""
     simulation = Simulation(costs)
-    start_s, end_s = run_steps(simulation, plan, num_micro_batches, kind=kind, num_steps=num_steps)[-2:]
+    start_s, end_s = run_steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped, num_steps=num_steps)[
+        -2:
+    ]
     records = [record for record in simulation.records if record.end_s > start_s]
     spans: dict[str, list[tuple[float, float]]] = {}
+    least_s: dict[str, float] = {}
     for record in records:
-        link = record.lane.link
-        for name in {link, "ssd"} if link.startswith("ssd") else {link}:
-            spans.setdefault(name, []).append((max(record.start_s, start_s), record.end_s))
-    return Forecast(end_s - start_s, {link: union_s(values) for link, values in spans.items()}, records, start_s)
+        link = "ssd" if record.lane.overlaps else record.lane.link
+        spans.setdefault(link, []).append((max(record.start_s, start_s), record.end_s))
+        least_s[link] = least_s.get(link, 0.0) + costs.seconds(record.op)
+    busy_s = {link: union_s(values) for link, values in spans.items()}
+    return Forecast(end_s - start_s, least_s, busy_s, records, start_s)
 
 
 def run_steps(
-    simulation: Simulation, plan: Plan, num_micro_batches: int, *, kind: str = "vertical", num_steps: int
+    simulation: Simulation,
+    plan: Plan,
+    num_micro_batches: int,
+    *,
+    kind: str = "vertical",
+    clipped: bool = False,
+    num_steps: int,
 ) -> list[float]:
     """Step after step as the engine runs them: one ends when some lanes are done, and the others go on. Returns when
     each began, and when the last ended."""
@@ -193,7 +216,7 @@ def run_steps(
     cursor, times_s = Cursor(plan), [simulation.now_s]
     for number in range(num_steps):
         # The first has no norm to go by, and the second is written while it runs.
-        tentative = plan.may_be_tentative and number > 1
+        tentative = plan.may_be_tentative and not clipped and number > 1
         simulation.submit(write(replace(plan, tentative=tentative), cursor, num_micro_batches), number)
         simulation.run(waited_for)
         if tentative:

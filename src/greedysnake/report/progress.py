@@ -89,13 +89,13 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
     begin, end = prospect.first_step, prospect.num_steps
     steps = f"steps {begin + 1} to {end}" if begin < end else f"all {end} steps are done"
     lines = [
-        f"{_count(footprint.num_params)} parameters in {prospect.dtype} on {prospect.device}, "
+        f"{count_text(footprint.num_params)} parameters in {prospect.dtype} on {prospect.device}, "
         f"run in {prospect.output_dir}",
         *_compiling(prospect),
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
         f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included",
         *([f"updates wait for the norm of the whole gradient: {footprint.waits}"] if footprint.waits else []),
-        f"{_count(tokens)} tokens per step: {prospect.num_micro_batches} "
+        f"{count_text(tokens)} tokens per step: {prospect.num_micro_batches} "
         f"{'micro-batch' if prospect.num_micro_batches == 1 else 'micro-batches'} of "
         f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
@@ -186,7 +186,7 @@ def step_line(record: Mapping[str, object], num_steps: int, left_s: float) -> st
         f"loss {numbers['loss']:.4f}",
         *([f"eval {float(str(record['eval_loss'])):.4f}"] if "eval_loss" in record else []),
         f"lr {numbers['lr']:.2e}",
-        f"{_count(round(numbers['tokens_per_s']))} tokens/s",
+        f"{count_text(round(numbers['tokens_per_s']))} tokens/s",
         f"{record['bound']} busy {numbers['bound_fraction']:.0%}",
         f"SSD {numbers['ssd_written_total_bytes'] / 1e9:.3g} GB written",
         f"{_duration(left_s)} left",
@@ -199,7 +199,7 @@ def summary_text(summary: Summary) -> str:
     steps = f"{summary.num_steps} of {summary.total_steps} steps done"
     if summary.num_steps > summary.total_steps:
         steps = f"{summary.num_steps} steps done, more than the {summary.total_steps} asked for"
-    done = f"{steps}, {_count(summary.num_tokens)} target tokens seen"
+    done = f"{steps}, {count_text(summary.num_tokens)} target tokens seen"
     loss = "" if summary.loss is None else f", loss {summary.loss:.4f}"
     evaluation = "" if summary.eval_loss is None else f", held-out loss {summary.eval_loss:.4f}"
     skipped = f", {summary.num_skipped} skipped (gradient not finite)" if summary.num_skipped else ""
@@ -225,7 +225,7 @@ def _size(num_bytes: int) -> str:
     return format_size(num_bytes) if num_bytes else "-"
 
 
-def _count(number: int) -> str:
+def count_text(number: int) -> str:
     """1234567 -> 1.23M"""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= scale:

@@ -27,12 +27,14 @@ def fill_ram(
     ram: int,
     num_micro_batches: int,
     activation_bytes: int,
+    more_slots: bool = True,
 ) -> Plan:
-    """The plan with as much in RAM as fits. Shares that `placement` sets to something else than their defaults stay."""
+    """The plan with as much in RAM as fits, after more slots if there may be. Shares that `placement` sets to something
+    else than their defaults stay."""
     default = Placement(activations_device=placement.activations_device)
     free = [name for name in ORDER if getattr(placement, name) == getattr(default, name)]
     chosen = replace(placement, **dict.fromkeys(free, 0.0))
-    more = _more_slots(slots, slot_bytes(make_plan(chosen, slots)), ram)
+    more = _more_slots(slots, slot_bytes(make_plan(chosen, slots)), ram) if more_slots else slots
     if _needed(make_plan(chosen, more), num_micro_batches, activation_bytes, late=False) <= ram:
         slots = more  # else the shares that stay as they are leave no room for more
 

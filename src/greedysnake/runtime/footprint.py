@@ -15,7 +15,7 @@ from greedysnake.placement import Home, Placement, Slots, ram_bytes
 from greedysnake.runtime.directory import EXTENTS, SCRATCH, refuse_foreign_files
 from greedysnake.runtime.filling import fill_ram
 from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram, slot_bytes
-from greedysnake.runtime.flat import decays_by_default, survey
+from greedysnake.runtime.flat import FlatBlock, decays_by_default, survey
 from greedysnake.runtime.layout import Layout
 from greedysnake.runtime.memory import page_aligned
 from greedysnake.runtime.opening import Stored
@@ -49,8 +49,16 @@ class Footprint:
     """With clipping: why the updates wait for the norm, if that could be helped."""
 
 
+def outline(
+    model: Model, *, dtype: str, ram: int, chunk_params: int | None, stored: Stored | None = None
+) -> list[FlatBlock]:
+    """The blocks of a model, cut into chunks as a run with this budget cuts them, or as the one that is continued."""
+    chunk_params = choose_chunk_params(chunk_params, (stored or Stored()).chunk_params, ram, PRECISIONS[dtype])
+    return survey(model, chunk_params, decays_by_default, needs_values=False)
+
+
 def foresee(
-    model: Model,
+    blocks: Sequence[FlatBlock],
     *,
     dtype: str,
     ram: int,
@@ -59,21 +67,20 @@ def foresee(
     clipping: bool,
     placement: Placement,
     slots: Slots,
-    chunk_params: int | None,
     single_slot: bool,
     vertical: bool,
     num_micro_batches: int,
     activation_bytes: int,
     fill: bool = False,
+    more_slots: bool = True,
     optimistic: bool = False,
     stored: Stored | None = None,
 ) -> Footprint:
-    """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there.
+    """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there, and
+    with `more_slots` a part of it goes into more slots than asked for.
 
-    A store that is continued keeps the slots that are `stored`, if those are more than are needed, and its chunks."""
+    A store that is continued keeps the slots that are `stored`, if those are more than are needed."""
     stored = stored or Stored()
-    chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, PRECISIONS[dtype])
-    blocks = survey(model, chunk_params, decays_by_default, needs_values=False)
     has_ssd = num_directories > 0
 
     def plan_with(placement: Placement, slots: Slots) -> Plan:
@@ -97,6 +104,7 @@ def foresee(
             ram=ram,
             num_micro_batches=num_micro_batches,
             activation_bytes=activation_bytes,
+            more_slots=more_slots,
         )
     require_ram(plan, ram)
     fixed = sum(slot_bytes(plan).values()) + sum(_in_ram(plan).values())
@@ -134,7 +142,7 @@ def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> Non
     Files of an earlier run of the same store count as room. Nothing is left behind.
     """
     for directory in map(Path, directories):
-        _require_writable(directory, _nearest_existing(directory))
+        _require_writable(directory, nearest_existing(directory))
         if directory.is_dir():
             refuse_foreign_files(directory)
     for drive in _drives(footprint, directories):
@@ -178,7 +186,7 @@ def _drives(footprint: Footprint, directories: Sequence[str | Path]) -> list[_Dr
     """What the store takes of each drive, however many of its directories lie there."""
     drives: dict[int, _Drive] = {}
     for directory, nbytes, slot in zip(map(Path, directories), footprint.disk_bytes, footprint.slot_bytes, strict=True):
-        existing = _nearest_existing(directory)
+        existing = nearest_existing(directory)
         status = os.statvfs(existing)
         drive = drives.setdefault(os.stat(existing).st_dev, _Drive([], status.f_bavail * status.f_frsize))
         drive.directories.append(directory)
@@ -269,7 +277,8 @@ def _device_slots(plan: Plan) -> int:
     return total
 
 
-def _nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
+    """The path, or the folder that it would be made in."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 

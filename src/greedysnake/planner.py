@@ -1,0 +1,346 @@
+"""What a run would take: measures this machine by a short training, then asks the simulator.
+
+The short training has the embedding, one layer of each kind and the head of the user's own model, with micro-batches of
+the run's shape. Nothing of the run is written or changed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from greedysnake.config import Config
+from greedysnake.errors import PlanError, StorageError
+from greedysnake.models.sequential import Batch, BlockSource, Model
+from greedysnake.ops import Plan
+from greedysnake.placement import num_compute_blocks
+from greedysnake.planning.costs import BlockTimes, Costs, Rates
+from greedysnake.planning.observe import Observed, observe
+from greedysnake.planning.simulate import Forecast, forecast
+from greedysnake.planning.solve import Choice, solve
+from greedysnake.preparation import (
+    Outline,
+    adamw,
+    choose_device,
+    footprint_of,
+    make_model,
+    model_configuration,
+    outline_of,
+    ram_budget,
+    why_not_compiled,
+)
+from greedysnake.runs import find_run
+from greedysnake.runtime.drive import Bandwidth, look_at_drive
+from greedysnake.runtime.engine import Engine
+from greedysnake.runtime.flat import FlatBlock
+from greedysnake.runtime.footprint import Footprint, nearest_existing
+from greedysnake.runtime.opening import Stored, stored_in
+from greedysnake.settings import Size
+from greedysnake.threads import torch_threads
+
+TRIAL_STEPS, TRIAL_MICRO_BATCHES = 3, 3
+"""The first step is not counted: code is compiled and buffers are touched for the first time."""
+TRIAL_LAYERS = {"cpu": 4, "cuda": 1}
+"""Of each kind. Where the CPU computes, the updates and transfers of other layers take its time: some must be there."""
+SATURATED = 0.97
+"""Of a step, computing: more micro-batches would gain no more than the rest."""
+MOST_DOUBLINGS = 6
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, as far as steps of one model depend on it."""
+
+    device: str
+    rates: Rates
+    times: tuple[BlockTimes, ...]
+    """Of each block of the whole model."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run, and what is expected of it."""
+
+    config: Config
+    """Written out: nothing is left to be chosen when it runs."""
+    footprint: Footprint
+    forecast: Forecast
+    clipped: Forecast | None = None
+    """Of steps that are clipped, where that makes a difference: their updates wait for the norm."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a step, padding included."""
+        training = self.config.training
+        per_micro_batch = training.per_device_train_batch_size * training.sequence_length
+        return per_micro_batch * training.gradient_accumulation_steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.forecast.step_s
+
+    @property
+    def typical_s(self) -> float:
+        """Of steps half of which are clipped, where that makes a difference."""
+        return (self.forecast.step_s + (self.clipped or self.forecast).step_s) / 2
+
+    @property
+    def written_bytes(self) -> int:
+        """To SSD in a step."""
+        return sum(record.nbytes for record in self.forecast.records if record.lane.link == "ssd_write")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer: the run as it is configured, as it would be fastest, and with larger steps."""
+
+    machine: Machine
+    given: Option
+    chosen: Option
+    larger: tuple[Option, ...]
+    """With more micro-batches, each twice as many as before; up to one that is saturated, or that does not fit."""
+
+    @staticmethod
+    def is_saturated(option: Option) -> bool:
+        """Whether the device computes for practically all of a step."""
+        return option.forecast.least_s["compute"] >= SATURATED * option.forecast.step_s
+
+
+def plan_run(config: Config, say: Say) -> Planned:
+    """`say` is told what is being done. PlanError when the run does not fit into its RAM."""
+    run = find_run(config)
+    device, ram = choose_device(config.engine.device), ram_budget(config)
+    model_config = model_configuration(config, is_new=run is None)
+    model = make_model(config, model_config)
+    stored = stored_in(config.storage[0]) if run else None
+    outlined = outline_of(config, model, model_config, ram, stored)
+    plan = footprint_of(config, outlined, ram, stored).plan  # or a refusal, before anything is measured
+    machine = measure(config, model, model_config, outlined.blocks, plan, device=device, ram=ram, say=say)
+    expecting = _Expecting(config, machine, outlined, ram, stored)
+    given = expecting.as_configured()
+    say("looking for the best alpha and slots")
+    chosen, choice = expecting.best(given)
+    say("looking at larger steps")
+    return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)))
+
+
+class _Expecting:
+    """What a configuration would give on a machine, with other choices and more micro-batches."""
+
+    def __init__(self, config: Config, machine: Machine, outlined: Outline, ram: int, stored: Stored | None) -> None:
+        self._config = config
+        self._machine = machine
+        self._outlined = outlined
+        self._ram = ram
+        self._stored = stored
+
+    def as_configured(self) -> Option:
+        return self._option(self._config, more_slots=True)
+
+    def best(self, given: Option) -> tuple[Option, Choice]:
+        plan, alpha = given.footprint.plan, self._config.engine.alpha
+        start = Choice(alpha, plan.slots.updates, plan.slots.staging)
+        found = {start: given}
+
+        def step_s(choice: Choice) -> float:
+            if choice not in found:
+                try:
+                    found[choice] = self._with(choice, self._config.training.gradient_accumulation_steps)
+                except PlanError:
+                    return math.inf
+            return found[choice].typical_s
+
+        waits = plan.clipping and not plan.may_be_tentative  # then every update is late, whatever alpha says
+        choice = solve(step_s, start, least_s=given.forecast.least_s["compute"], vary_alpha=not waits)
+        return found[choice], choice
+
+    def larger(self, option: Option, choice: Choice) -> Iterator[Option]:
+        for _ in range(MOST_DOUBLINGS):
+            if Planned.is_saturated(option):
+                return
+            try:
+                option = self._with(choice, 2 * option.config.training.gradient_accumulation_steps)
+            except PlanError:
+                return
+            yield option
+
+    def _with(self, choice: Choice, num_micro_batches: int) -> Option:
+        training, engine = self._config.training, self._config.engine
+        slots = replace(engine.slots, updates=choice.updates, staging=choice.staging)
+        config = replace(
+            self._config,
+            training=replace(training, gradient_accumulation_steps=num_micro_batches),
+            engine=replace(engine, alpha=choice.alpha, slots=slots),
+        )
+        return self._option(config, more_slots=False)
+
+    def _option(self, config: Config, *, more_slots: bool) -> Option:
+        footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
+        plan, machine = footprint.plan, self._machine
+        costs = Costs(plan, machine.rates, machine.times, activation_bytes=self._outlined.activation_bytes)
+        count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
+        engine = replace(
+            config.engine,
+            ram=Size(self._ram),
+            fill_ram=False,
+            placement=plan.placement,
+            slots=plan.slots,
+            optimistic=plan.may_be_tentative if plan.clipping else config.engine.optimistic,
+        )
+        clipped = forecast(plan, costs, count, clipped=True) if plan.may_be_tentative else None
+        return Option(replace(config, engine=engine), footprint, forecast(plan, costs, count, kind=kind), clipped)
+
+
+# The machine
+
+
+def measure(
+    config: Config,
+    model: Model,
+    model_config: Any,
+    blocks: Sequence[FlatBlock],
+    plan: Plan,
+    *,
+    device: str,
+    ram: int,
+    say: Say,
+) -> Machine:
+    """Its drives by a file that is gone afterwards, the rest by a few steps of a shortened model."""
+    directories = [nearest_existing(directory) for directory in config.storage]
+    say("measuring " + ", ".join(map(str, directories)))
+    drives = _bandwidth(directories)
+    kinds = _kinds(blocks, getattr(model_config.get_text_config(), "layer_types", None))
+    kept = [number for numbers in kinds for number in numbers[: TRIAL_LAYERS[device]]]
+    num_compute = sum(map(len, kinds))
+    say(f"training {len(kept) - 2} of {num_compute - 2} layers for {TRIAL_STEPS} steps on {device}")
+    batches = _batches(config, int(model_config.get_text_config().vocab_size))
+    with torch_threads(config.engine.compute_threads):
+        seen = _try(config, _Shortened(model, kept), batches, plan, device=device, ram=ram)
+    of_block = dict(zip(sorted(kept), seen.times, strict=True))
+    times = {
+        number: _typical([of_block[other] for other in numbers if other in of_block])
+        for numbers in kinds
+        for number in numbers
+    }
+    rates = replace(
+        seen.rates,
+        ssd_bytes_per_s=drives.mixed_bytes_per_s,
+        ssd_read_bytes_per_s=drives.read_bytes_per_s,
+        ssd_write_bytes_per_s=drives.write_bytes_per_s,
+    )
+    return Machine(device, rates, tuple(times[number] for number in range(num_compute)))
+
+
+def _typical(times: Sequence[BlockTimes]) -> BlockTimes:
+    return BlockTimes(median(each.forward_s for each in times), median(each.backward_s for each in times))
+
+
+def _bandwidth(directories: Sequence[Path]) -> Bandwidth:
+    """Of all drives together; two directories on one drive do not make it faster."""
+    found: dict[int | None, Bandwidth] = {}
+    for directory in directories:
+        drive = look_at_drive(directory)
+        if drive.bandwidth is None:
+            raise StorageError(f"engine.storage: how fast {directory} is cannot be measured: {drive.why_no_bandwidth}")
+        found[drive.device_number] = drive.bandwidth
+    return Bandwidth(
+        sum(each.read_bytes_per_s for each in found.values()),
+        sum(each.write_bytes_per_s for each in found.values()),
+        sum(each.mixed_bytes_per_s for each in found.values()),
+    )
+
+
+class _Shortened:
+    """Some blocks of a model."""
+
+    def __init__(self, model: Model, kept: Sequence[int]) -> None:
+        self._model = model
+        self._kept = frozenset(kept)
+
+    def sources(self) -> Iterator[BlockSource]:
+        return (source for number, source in enumerate(self._model.sources()) if number in self._kept)
+
+    def num_targets(self, batch: Batch) -> int:
+        return self._model.num_targets(batch)
+
+
+def _kinds(blocks: Sequence[FlatBlock], layer_types: Sequence[str] | None) -> list[list[int]]:
+    """The blocks that run, those together that are alike: they take equally long."""
+    num_compute = num_compute_blocks([block.shape for block in blocks])
+    kinds: dict[object, list[int]] = {}
+    for number, block in enumerate(blocks[:num_compute]):
+        kind: object = number
+        if 0 < number < num_compute - 1:
+            places = tuple((place.name.removeprefix(f"{block.name}."), place.shape) for place in block.places)
+            kind = (places, layer_types[number - 1] if layer_types else None)
+        kinds.setdefault(kind, []).append(number)
+    return list(kinds.values())
+
+
+def _batches(config: Config, vocabulary: int) -> list[Batch]:
+    """Micro-batches of the run's shape, of random tokens; packed rows have two documents."""
+    training, length = config.training, config.training.sequence_length
+    shape = (training.per_device_train_batch_size, length)
+    half = torch.arange(length) % (length // 2)
+    generator = torch.Generator().manual_seed(training.seed)
+    batches: list[Batch] = []
+    for _ in range(TRIAL_MICRO_BATCHES):
+        ids = torch.randint(vocabulary, shape, generator=generator)
+        with_documents = (
+            {"position_ids": half.expand(shape)} if config.data.packing else {"attention_mask": torch.ones_like(ids)}
+        )
+        batches.append({"input_ids": ids, "labels": ids, **with_documents})
+    return batches
+
+
+def _beside(directory: Path) -> Path:
+    """A folder on the drive of a directory: not the directory itself, if that is there and another can be had, since a
+    store shares it with nothing, not even with what a process left that was killed."""
+    existing, parent = nearest_existing(directory), nearest_existing(directory).parent
+    is_free = existing != directory.absolute() or existing.stat().st_dev != parent.stat().st_dev
+    return existing if is_free or not os.access(parent, os.W_OK) else parent
+
+
+def _try(config: Config, model: Model, batches: Sequence[Batch], plan: Plan, *, device: str, ram: int) -> Observed:
+    """Steps with the run's own shares in RAM and on the drive: where the CPU computes, all of them take its time."""
+    options, training = config.engine, config.training
+    with (
+        tempfile.TemporaryDirectory(prefix=".greedysnake-plan-", dir=_beside(config.storage[0])) as storage,
+        Engine(
+            model,
+            adamw(training),
+            storage=[storage],
+            ram=ram,
+            device=device,
+            dtype=config.dtype,
+            schedule=options.schedule,
+            alpha=options.alpha,
+            max_grad_norm=training.clip_norm,
+            placement=plan.placement,
+            slots=plan.slots,
+            chunk_params=options.chunk_params,
+            seed=training.seed,
+            checkpoints=False,
+            verify_reads=options.verify_reads,
+            num_threads=options.num_threads,
+            compile=why_not_compiled(config, device) is None,
+            trace=True,
+        ) as engine,
+    ):
+        for step in range(TRIAL_STEPS):
+            engine.step(batches)
+            if step == 0:
+                engine.flush()
+                engine.records.clear()
+        engine.flush()
+        return observe(engine.records, engine.plan)

@@ -1,0 +1,208 @@
+"""What `plan` answers: that it is what would run, that it leaves nothing behind, and what it measures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from families import EXPERTS, MIXED, SIZES
+from greedysnake import cli, planner, settings
+from greedysnake.config import load_config
+from greedysnake.errors import PlanError, StorageError
+from greedysnake.planner import Machine, Planned, plan_run
+from greedysnake.planning.costs import BlockTimes, Rates
+from greedysnake.preparation import prepare
+from greedysnake.runtime.drive import Bandwidth, Drive
+from greedysnake.runtime.engine import Engine
+from training import everything_in, values_in
+
+Values = dict[str, Any]
+FAST = Bandwidth(3e9, 4e9, 3.5e9)
+
+
+@pytest.fixture(autouse=True)
+def known_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes two seconds; what it finds is doctor's matter."""
+    monkeypatch.setattr(
+        planner, "look_at_drive", lambda path: Drive(str(path), exists=True, device_number=1, bandwidth=FAST)
+    )
+
+
+def quiet(text: str) -> None:
+    del text
+
+
+def plan(values: Values) -> Planned:
+    return plan_run(load_config(values), quiet)
+
+
+def with_engine(values: Values, **engine: Any) -> Values:
+    return {**values, "engine": {**values["engine"], **engine}}
+
+
+@pytest.mark.usefixtures("one_thread")
+class TestPlan:
+    @pytest.mark.parametrize("engine", [{}, {"fill_ram": True, "ram": "2MiB"}, {"optimistic": False}, {"alpha": 0.9}])
+    @pytest.mark.parametrize("norm", [0.0, 1.0])
+    def test_the_planned_configuration_runs_as_it_was_planned(
+        self, engine: Values, norm: float, tmp_path: Path
+    ) -> None:
+        planned = plan(with_engine(values_in(tmp_path, max_grad_norm=norm), **engine))
+        path = tmp_path / "planned.yaml"
+        for option in (planned.given, planned.chosen, *planned.larger):
+            path.write_text(option.config.as_yaml())
+            assert prepare(load_config(path)).footprint.plan == option.footprint.plan
+        assert planned.chosen.typical_s <= planned.given.typical_s
+
+    def test_nothing_is_left_behind(self, tmp_path: Path) -> None:
+        values = values_in(tmp_path)
+        before = everything_in(tmp_path)
+        plan(values)
+        assert everything_in(tmp_path) == before
+
+    def test_an_interrupt_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: object) -> None:
+            assert list(tmp_path.glob(".greedysnake-plan-*"))
+            raise KeyboardInterrupt
+
+        values = values_in(tmp_path)
+        before = everything_in(tmp_path)
+        monkeypatch.setattr(Engine, "step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            plan(values)
+        assert everything_in(tmp_path) == before
+
+    def test_the_trial_stays_out_of_a_store_that_is_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        used = []
+        enter = Engine.__enter__
+
+        def noting(engine: Engine) -> Engine:
+            used.extend(tmp_path.rglob(".greedysnake-plan-*"))
+            return enter(engine)
+
+        monkeypatch.setattr(Engine, "__enter__", noting)
+        (tmp_path / "disk").mkdir()
+        plan(with_engine(values_in(tmp_path), storage=[str(tmp_path / "disk")]))
+        assert [path.parent for path in used] == [tmp_path]
+
+    def test_larger_steps_double_until_the_device_is_busy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = Bandwidth(5e6, 5e6, 5e6)
+        drive = Drive("", exists=True, device_number=1, bandwidth=slow)
+        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        values = values_in(tmp_path)
+        values["engine"]["placement"] = {"activations_device": 1.0}
+        planned = plan(values)
+        counts = [option.config.training.gradient_accumulation_steps for option in planned.larger]
+        assert planned.given.forecast.bound == "ssd"
+        assert counts == [4 * 2**number for number in range(len(counts))]
+        assert all(not planned.is_saturated(option) for option in (planned.chosen, *planned.larger[:-1]))
+        speeds = [option.tokens_per_s for option in (planned.chosen, *planned.larger)]
+        assert speeds == sorted(speeds)
+
+    def test_the_late_share_is_chosen_where_drive_and_device_balance(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a machine that is known: a step of eight layers computes for 2 x 8 x (1 + 3) seconds, and the drive needs
+        as long for 28 bytes per parameter."""
+        values = with_engine(values_in(tmp_path, max_grad_norm=0.0), alpha=1.0, slots={"updates": 8})
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+        values["model"]["config"].update(sizes)
+        num_params = sum(block.num_params for block in plan(values).given.footprint.plan.blocks)
+        times = [BlockTimes(0.0, 0.0), *[BlockTimes(1.0, 3.0)] * 8, BlockTimes(0.0, 0.0)]
+        machine = Machine("cpu", Rates(28 * num_params / 64.0, *[math.inf] * 4), tuple(times))
+        monkeypatch.setattr(planner, "measure", lambda *_, **__: machine)
+        planned = plan(values)
+        assert planned.chosen.config.engine.alpha in (0.1, 0.15, 0.2, 0.25, 0.3)
+        assert planned.given.forecast.step_s > 80.0
+        assert 64.0 <= planned.chosen.forecast.step_s < 70.0
+
+    def test_a_run_that_does_not_fit_is_refused_before_anything_is_measured(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(planner, "look_at_drive", None)
+        with pytest.raises(PlanError, match=r"^engine\.ram: needs"):
+            plan(with_engine(values_in(tmp_path), ram="64KiB"))
+
+    def test_a_drive_that_cannot_be_measured_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        drive = Drive("x", exists=True, why_no_bandwidth="12 MiB are free, measuring asks for 1 GiB")
+        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        with pytest.raises(StorageError, match=r"^engine\.storage: how fast .* 12 MiB are free"):
+            plan(values_in(tmp_path))
+
+    def test_drives_add_up_and_directories_on_one_drive_do_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names = {"a": 1, "b": 1, "c": 2}
+        for name in names:
+            (tmp_path / name).mkdir()
+        monkeypatch.setattr(
+            planner,
+            "look_at_drive",
+            lambda path: Drive(str(path), exists=True, device_number=names[path.name], bandwidth=FAST),
+        )
+        rates = plan(with_engine(values_in(tmp_path), storage=[str(tmp_path / name) for name in names])).machine.rates
+        assert rates.ssd_bytes_per_s == 2 * FAST.mixed_bytes_per_s
+        assert rates.ssd_read_bytes_per_s == 2 * FAST.read_bytes_per_s
+
+    @pytest.mark.parametrize(
+        ("model", "num_tried"),
+        [
+            ({"model_type": "llama", "num_hidden_layers": 7}, 4),
+            ({"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": True}, 2),
+            ({"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 4, "layer_types": MIXED * 3}, 7),
+            (
+                {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24, **EXPERTS}
+                | {"mlp_only_layers": [1], "num_hidden_layers": 6},
+                5,
+            ),
+        ],
+        ids=["alike", "few", "two kinds of attention", "experts but in one"],
+    )
+    def test_some_layers_of_each_kind_are_tried(self, model: Values, num_tried: int, tmp_path: Path) -> None:
+        values = values_in(tmp_path)
+        sizes = {**SIZES, "vocab_size": 264, "max_position_embeddings": 64}
+        values["model"]["config"] = {**sizes, "num_hidden_layers": len(MIXED * 3), **model}
+        said: list[str] = []
+        planned = plan_run(load_config(values), said.append)
+        num_layers = values["model"]["config"]["num_hidden_layers"]
+        assert f"training {num_tried} of {num_layers} layers for 3 steps on cpu" in said
+        assert len(planned.machine.times) == num_layers + 2
+        assert all(math.isfinite(each.backward_s) and each.backward_s > 0 for each in planned.machine.times)
+
+    def test_a_run_that_has_begun_can_be_planned(self, tmp_path: Path) -> None:
+        from greedysnake.trainer import Trainer
+
+        values = values_in(tmp_path, max_steps=2)
+        Trainer(values).train()
+        before = everything_in(tmp_path)
+        planned = plan(values)
+        assert everything_in(tmp_path) == before
+        path = tmp_path / "planned.yaml"
+        path.write_text(planned.chosen.config.as_yaml())
+        assert Trainer(load_config(path, ["training.max_steps=4"])).train().num_steps == 4
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_command_prints_tables_or_json_and_writes_a_file(tmp_path: Path) -> None:
+    config, out = tmp_path / "train.yaml", tmp_path / "planned.yaml"
+    config.write_text(settings.write_yaml(values_in(tmp_path)))
+    shown = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(out)], env={"COLUMNS": "80"})
+    assert shown.exit_code == 0, shown.output
+    for words in ("as configured", "as planned", "written to SSD per step", f"next: greedysnake train {out}"):
+        assert words in shown.output
+    assert not load_config(out).engine.fill_ram
+    done = CliRunner().invoke(cli.app, ["plan", str(config), "training.gradient_accumulation_steps=3", "--json"])
+    found = json.loads(done.stdout)
+    assert found["as_planned"]["micro_batches"] == 3
+    assert found["rates"]["ssd_bytes_per_s"] == FAST.mixed_bytes_per_s
+    again = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(out)])
+    assert "exists: give another name" in str(again.exception)
