@@ -17,6 +17,7 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import expect  # type: ignore[import-not-found]  # noqa: E402
 import full_drive  # type: ignore[import-not-found]  # noqa: E402
 import rows  # type: ignore[import-not-found]  # noqa: E402
 import step  # type: ignore[import-not-found]  # noqa: E402
@@ -28,6 +29,63 @@ TINY = f"--device cpu {MODEL} --micro-batch 1 --micro-batches 2 --steps 2 --ram 
 def run_rows(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, BENCHMARKS / "rows.py", *arguments, "--", *TINY]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+# What is expected of them
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--kv-heads 4 --alpha 0.3",
+        "--clip 1.0 --placement weights_ram=0.5 optimizer_ram=0.2 weights_device=1",
+        "--clip 1.0 --optimistic --slots updates=9",
+    ],
+)
+def test_the_plan_that_is_expected_is_the_one_that_the_engine_makes(more: str, tmp_path: Path) -> None:
+    from step_options import placement_values, slot_values  # type: ignore[import-not-found]
+    from step_systems import greedysnake_model  # type: ignore[import-not-found]
+
+    import greedysnake as gs
+
+    options = step.parse([*TINY, "--storage", str(tmp_path), *more.split()])
+    with gs.Engine(
+        greedysnake_model(options),
+        gs.AdamW(lr=1e-4),
+        storage=options.storage,
+        ram=options.ram,
+        alpha=options.alpha,
+        max_grad_norm=options.clip,
+        optimistic=options.optimistic,
+        placement=gs.Placement(**placement_values(options)),
+        slots=gs.Slots(**slot_values(options)),
+        chunk_params=options.chunk_params,
+    ) as engine:
+        plan, found = engine.plan, expect.plan_of(options)
+    assert (found.homes, found.placement, found.slots, found.clipping) == (
+        (plan.homes, plan.placement, plan.slots, plan.clipping)
+    )
+    assert [(block.chunks, block.pool) for block in found.blocks] == [(b.chunks, b.pool) for b in plan.blocks]
+
+
+def test_every_run_of_ours_is_expected_to_take_some_time(capsys: pytest.CaptureFixture[str]) -> None:
+    expect.main(["--drive", "3e9", "--", *MODEL.split(), "--micro-batches", "2"])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    ours = [name for row in rows.ROWS.values() for name, words in row.runs.items() if "greedysnake" in words]
+    assert [line.split()[0] for line in lines] == ours
+    assert all(float(line.split()[3]) > 0 for line in lines)
+
+
+def test_the_operations_of_a_step_are_those_that_its_speed_is_counted_by() -> None:
+    """All but the recompute: 6 per parameter and token, the embedding's not done, and the attention."""
+    from step_systems import flops_per_token  # type: ignore[import-not-found]
+
+    options = step.parse([])
+    times = expect.times_of(options, 1.0, 1.0)
+    layer, head, tokens = times[1], times[-1], options.micro_batch * options.sequence
+    without_recompute = options.layers * 3 * layer.forward_s + head.backward_s
+    embedding = 6 * options.vocab * options.hidden
+    assert without_recompute / tokens == pytest.approx(flops_per_token(options) - embedding, rel=1e-3)
 
 
 # Rows

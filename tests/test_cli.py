@@ -47,7 +47,7 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert CliRunner().invoke(cli.app, ["fly"]).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "doctor", "selfcheck"])
+@pytest.mark.parametrize("command", ["train", "verify", "plan", "doctor", "selfcheck"])
 def test_what_may_be_left_out_has_one_pair_of_brackets(command: str) -> None:
     usage = CliRunner().invoke(cli.app, [command, "--help"], prog_name="greedysnake", env={"COLUMNS": "100"}).output
     (line,) = re.findall(rf"Usage: greedysnake {command} (.*)", usage)

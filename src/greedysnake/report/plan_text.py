@@ -67,14 +67,16 @@ def plan_text(planned: Planned) -> str:
         f"{chosen.written_bytes / 1e9:.3g} GB are written to SSD per step, "
         f"{chosen.written_bytes / chosen.forecast.step_s * DAY_S / 1e12:.3g} TB per day",
     ]
-    if chosen.clipped:
+    if chosen.clipped and chosen.clipped.step_s > 1.01 * chosen.forecast.step_s:
         lines.insert(2, f"a step that is clipped waits for the norm and takes {chosen.clipped.step_s:.3g} s")
     count = last.config.training.gradient_accumulation_steps
-    if planned.is_saturated(last):
+    if not planned.is_saturated(last):
+        lines.append(f"the device is not busy all the time with {count} micro-batches either")
+    elif last is chosen:
+        lines.append("the device is busy all the time: larger steps would be no faster")
+    else:
         tokens = count_text(last.num_tokens)
         lines.append(f"the device is busy all the time from {count} micro-batches on, {tokens} tokens per step")
-    else:
-        lines.append(f"the device is not busy all the time with {count} micro-batches either")
     return "\n".join(lines)
 
 
