@@ -162,7 +162,7 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
     [
         ("training.learning_rat=1", "unknown key training.learning_rat: did you mean learning_rate?"),
         ("trainning.seed=1", "unknown key trainning: did you mean training?"),
-        ("engine.zzz=1", "unknown key engine.zzz: the keys under engine are storage, ram, device"),
+        ("engine.zzz=1", "unknown key engine.zzz: the keys under engine are storage, ram, vram, device"),
         ("training.learning_rate=fast", "training.learning_rate is 'fast': give a number"),
         ("training.max_steps=1.5", "training.max_steps is 1.5: give a whole number"),
         (f"training.learning_rate={'9' * 400}", "training.learning_rate is 999"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from greedysnake.errors import PlanError, StorageError
 from greedysnake.planner import Machine, Planned, plan_run
 from greedysnake.planning.costs import BlockTimes, Rates
 from greedysnake.preparation import prepare
+from greedysnake.report.plan_text import plan_text
 from greedysnake.runtime.drive import Bandwidth, Drive
 from greedysnake.runtime.engine import Engine
 from training import everything_in, values_in
@@ -124,6 +126,26 @@ class TestPlan:
         assert planned.chosen.config.engine.alpha in (0.1, 0.15, 0.2, 0.25, 0.3)
         assert planned.given.forecast.step_s > 80.0
         assert 64.0 <= planned.chosen.forecast.step_s < 70.0
+
+    def test_a_gpu_that_has_room_is_filled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a machine that is known, as there may be no GPU: each option keeps within the room."""
+        values = with_engine(values_in(tmp_path), ram="2MiB", fill_ram=True)
+        found = plan(values)
+        needed, most = found.given.footprint.device_bytes, 1 << 40
+        for room in (0, needed, needed + 12_000, needed + 100_000, most):
+            machine = replace(found.machine, room_bytes=room)
+            monkeypatch.setattr(planner, "measure", lambda *_, machine=machine, **__: machine)
+            planned = plan(values)
+            assert planned.given.footprint.plan == found.given.footprint.plan
+            if room > needed:
+                assert all(option.footprint.device_bytes <= room for option in (planned.chosen, *planned.larger[:1]))
+            shares = planned.chosen.config.engine.placement
+            assert (shares.activations_device > 0) == (room > needed)
+            assert (shares.activations_device, shares.weights_device) == (1.0, 1.0) or room < most
+            path = tmp_path / "planned.yaml"
+            path.write_text(planned.chosen.config.as_yaml())
+            assert prepare(load_config(path)).footprint.plan == planned.chosen.footprint.plan
+            assert ("it will not fit" in plan_text(planned)) == (room < needed)
 
     def test_a_run_that_does_not_fit_is_refused_before_anything_is_measured(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

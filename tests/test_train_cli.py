@@ -193,6 +193,10 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
         lambda values, _: values["engine"].update(schedule="horizontal", placement={"weights_device": 0.5}),
         "engine.schedule is horizontal, which keeps no layers: set placement.weights_device",
     ),
+    "filled device": (
+        lambda values, _: values["engine"].update(schedule="horizontal", vram="1GiB"),
+        "engine.schedule is horizontal, which keeps nothing on the device: set vram to null",
+    ),
     "storage": (put_a_file_in_the_way, "file is a file: give another directory"),
     "link": (link_to_itself, "run', which is a link that leads nowhere: name a folder"),
     "long output_dir": (change("output_dir", LONG), TOO_LONG),

@@ -206,6 +206,9 @@ class EngineOptions:
     """Directories for weights and optimizer state, one per drive. By default `store` in output_dir."""
     ram: Size | None = None
     """Hard budget for all host buffers. null takes half of the RAM that is free at the start."""
+    vram: Size | None = None
+    """Room on the device for what would otherwise wait in RAM or be fetched twice: activations first, then weights of
+    the last layers, as many as fit. What computing itself needs is not part of it. null is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one."""
     dtype: Literal["bfloat16", "float32"] | None = None
@@ -254,6 +257,8 @@ class EngineOptions:
             raise ConfigError(
                 "schedule is horizontal, which keeps no layers: set placement.weights_device and graphs_device to 0"
             )
+        if self.schedule == "horizontal" and self.vram:
+            raise ConfigError("schedule is horizontal, which keeps nothing on the device: set vram to null")
         if len({Path(directory).absolute() for directory in self.storage}) < len(self.storage):
             raise ConfigError("storage names a directory twice: give one directory per drive")
 

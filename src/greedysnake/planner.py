@@ -41,7 +41,7 @@ from greedysnake.runs import find_run
 from greedysnake.runtime.drive import Bandwidth, look_at_drive
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import FlatBlock
-from greedysnake.runtime.footprint import Footprint, nearest_existing
+from greedysnake.runtime.footprint import Footprint, device_bytes, nearest_existing
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.settings import Size
 from greedysnake.threads import torch_threads
@@ -53,6 +53,8 @@ TRIAL_LAYERS = {"cpu": 4, "cuda": 1}
 SATURATED = 0.97
 """Of a step, computing: more micro-batches would gain no more than the rest."""
 MOST_DOUBLINGS = 6
+USED_VRAM = 0.92
+"""Of what is free on a GPU: memory that is freed and taken in pieces of other sizes has gaps."""
 
 Say = Callable[[str], None]
 
@@ -65,6 +67,8 @@ class Machine:
     rates: Rates
     times: tuple[BlockTimes, ...]
     """Of each block of the whole model."""
+    room_bytes: int | None = None
+    """Memory of the device for buffers and homes, besides what computing needs; None where it is RAM."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def plan_run(config: Config, say: Say) -> Planned:
     stored = stored_in(config.storage[0]) if run else None
     outlined = outline_of(config, model, model_config, ram, stored)
     plan = footprint_of(config, outlined, ram, stored).plan  # or a refusal, before anything is measured
-    machine = measure(config, model, model_config, outlined.blocks, plan, device=device, ram=ram, say=say)
+    machine = measure(config, model, model_config, outlined, plan, device=device, ram=ram, say=say)
     expecting = _Expecting(config, machine, outlined, ram, stored)
     given = expecting.as_configured()
     say("looking for the best alpha and slots")
@@ -145,12 +149,12 @@ class _Expecting:
         self._stored = stored
 
     def as_configured(self) -> Option:
-        return self._option(self._config, more_slots=True)
+        return self._option(self._config, more_slots=True, fill_device=False)
 
     def best(self, given: Option) -> tuple[Option, Choice]:
         plan, alpha = given.footprint.plan, self._config.engine.alpha
         start = Choice(alpha, plan.slots.updates, plan.slots.staging)
-        found = {start: given}
+        found = {} if self._machine.room_bytes else {start: given}
 
         def step_s(choice: Choice) -> float:
             if choice not in found:
@@ -182,16 +186,22 @@ class _Expecting:
             training=replace(training, gradient_accumulation_steps=num_micro_batches),
             engine=replace(engine, alpha=choice.alpha, slots=slots),
         )
-        return self._option(config, more_slots=False)
+        return self._option(config, more_slots=False, fill_device=True)
 
-    def _option(self, config: Config, *, more_slots: bool) -> Option:
+    def _option(self, config: Config, *, more_slots: bool, fill_device: bool) -> Option:
+        machine = self._machine
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
-        plan, machine = footprint.plan, self._machine
+        spare = 0 if machine.room_bytes is None else machine.room_bytes - footprint.device_bytes
+        if fill_device and spare > 0 and config.engine.schedule == "vertical":
+            config = replace(config, engine=replace(config.engine, vram=Size((config.engine.vram or 0) + spare)))
+            footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
+        plan = footprint.plan
         costs = Costs(plan, machine.rates, machine.times, activation_bytes=self._outlined.activation_bytes)
         count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
         engine = replace(
             config.engine,
             ram=Size(self._ram),
+            vram=None,
             fill_ram=False,
             placement=plan.placement,
             slots=plan.slots,
@@ -208,7 +218,7 @@ def measure(
     config: Config,
     model: Model,
     model_config: Any,
-    blocks: Sequence[FlatBlock],
+    outlined: Outline,
     plan: Plan,
     *,
     device: str,
@@ -219,13 +229,21 @@ def measure(
     directories = [nearest_existing(directory) for directory in config.storage]
     say("measuring " + ", ".join(map(str, directories)))
     drives = _bandwidth(directories)
-    kinds = _kinds(blocks, getattr(model_config.get_text_config(), "layer_types", None))
+    kinds = _kinds(outlined.blocks, getattr(model_config.get_text_config(), "layer_types", None))
     kept = [number for numbers in kinds for number in numbers[: TRIAL_LAYERS[device]]]
     num_compute = sum(map(len, kinds))
     say(f"training {len(kept) - 2} of {num_compute - 2} layers for {TRIAL_STEPS} steps on {device}")
     batches = _batches(config, int(model_config.get_text_config().vocab_size))
     with torch_threads(config.engine.compute_threads):
-        seen = _try(config, _Shortened(model, kept), batches, plan, device=device, ram=ram)
+        seen, room_bytes = _try(
+            config,
+            _Shortened(model, kept),
+            batches,
+            plan,
+            activation_bytes=outlined.activation_bytes,
+            device=device,
+            ram=ram,
+        )
     of_block = dict(zip(sorted(kept), seen.times, strict=True))
     times = {
         number: _typical([of_block[other] for other in numbers if other in of_block])
@@ -238,7 +256,7 @@ def measure(
         ssd_read_bytes_per_s=drives.read_bytes_per_s,
         ssd_write_bytes_per_s=drives.write_bytes_per_s,
     )
-    return Machine(device, rates, tuple(times[number] for number in range(num_compute)))
+    return Machine(device, rates, tuple(times[number] for number in range(num_compute)), room_bytes)
 
 
 def _typical(times: Sequence[BlockTimes]) -> BlockTimes:
@@ -311,9 +329,24 @@ def _beside(directory: Path) -> Path:
     return existing if is_free or not os.access(parent, os.W_OK) else parent
 
 
-def _try(config: Config, model: Model, batches: Sequence[Batch], plan: Plan, *, device: str, ram: int) -> Observed:
-    """Steps with the run's own shares in RAM and on the drive: where the CPU computes, all of them take its time."""
+def _try(
+    config: Config,
+    model: Model,
+    batches: Sequence[Batch],
+    plan: Plan,
+    *,
+    activation_bytes: int,
+    device: str,
+    ram: int,
+) -> tuple[Observed, int | None]:
+    """Steps with the run's own shares in RAM and on the drive: where the CPU computes, all of them take its time.
+
+    Returns what was seen, and the room that a GPU has beside what computing needs."""
     options, training = config.engine, config.training
+    free_bytes = 0
+    if device == "cuda":
+        free_bytes = torch.cuda.mem_get_info()[0]
+        torch.cuda.reset_peak_memory_stats()
     with (
         tempfile.TemporaryDirectory(prefix=".greedysnake-plan-", dir=_beside(config.storage[0])) as storage,
         Engine(
@@ -343,4 +376,9 @@ def _try(config: Config, model: Model, batches: Sequence[Batch], plan: Plan, *, 
                 engine.flush()
                 engine.records.clear()
         engine.flush()
-        return observe(engine.records, engine.plan)
+        seen = observe(engine.records, engine.plan)
+        if device != "cuda":
+            return seen, None
+        held_bytes = device_bytes(engine.plan, TRIAL_MICRO_BATCHES, activation_bytes)
+        computing_bytes = torch.cuda.max_memory_allocated() - held_bytes
+        return seen, int(USED_VRAM * free_bytes) - computing_bytes

@@ -321,6 +321,7 @@ def _foresee(
             activation_bytes=outlined.activation_bytes,
             fill=options.fill_ram,
             more_slots=more_slots,
+            vram=options.vram or 0,
             optimistic=optimistic,
             stored=stored,
         )

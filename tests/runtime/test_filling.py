@@ -9,7 +9,7 @@ import pytest
 import greedysnake as gs
 from greedysnake.errors import PlanError
 from greedysnake.placement import Home
-from greedysnake.runtime.footprint import Footprint, foresee, outline
+from greedysnake.runtime.footprint import Footprint, device_bytes, foresee, outline
 from reference import OPTIMIZER, make_batches, make_parts, train_engine
 
 ROWS, LENGTH, HIDDEN = 4, 32, 64
@@ -140,3 +140,48 @@ def test_the_engine_runs_what_was_planned_within_the_budget(ram: int, tmp_path: 
         )
     ]
     assert trained[0].losses == trained[1].losses
+
+
+# The device
+
+
+def on_device(found: Footprint) -> tuple[float, float]:
+    return found.plan.placement.activations_device, found.plan.placement.weights_device
+
+
+def test_the_device_is_filled_with_activations_first_and_never_beyond_its_budget() -> None:
+    without = plan(4 << 20)
+    assert on_device(without) == (0.0, 0.0)
+    previous = (0.0, 0.0)
+    seen = set()
+    for vram in range(0, 2 << 20, 1 << 16):
+        found = plan(4 << 20, vram=vram)
+        assert found.device_bytes - without.device_bytes <= vram
+        assert all(share >= before for share, before in zip(on_device(found), previous, strict=True))
+        if on_device(found)[1] > 0:
+            assert on_device(found)[0] > 0.99  # to one part in 256
+        previous = on_device(found)
+        seen.add(tuple(0 < share < 1 for share in previous))
+    assert on_device(plan(4 << 20, vram=1 << 30)) == (1.0, 1.0)
+    assert len(seen) == 3  # each of the two was in between somewhere
+
+
+def test_what_is_on_the_device_leaves_its_ram_to_state() -> None:
+    ram = 3 << 20
+    before, after = plan(ram), plan(ram, vram=1 << 30)
+    assert after.homes["activations"].get(Home.RAM, 0) == 0 < before.homes["activations"][Home.RAM]
+    assert after.homes["optimizer state"][Home.RAM] > before.homes["optimizer state"].get(Home.RAM, 0)
+    assert after.step_ssd_bytes < before.step_ssd_bytes
+
+
+def test_shares_on_the_device_that_were_set_stay() -> None:
+    given = gs.Placement(activations_device=0.25, weights_device=0.5)
+    assert on_device(plan(4 << 20, vram=1 << 30, placement=given)) == (0.25, 0.5)
+    rest = plan(4 << 20, vram=1 << 30, placement=gs.Placement(activations_ram=0.25)).plan.placement
+    assert (rest.activations_device, rest.activations_ram) == (0.75, 0.25)
+
+
+@pytest.mark.parametrize("vram", [0, 1 << 17, 1 << 30])
+def test_what_a_plan_holds_on_the_device_is_counted_once(vram: int) -> None:
+    found = plan(4 << 20, vram=vram)
+    assert device_bytes(found.plan, 8, ACTIVATION_BYTES) == found.device_bytes

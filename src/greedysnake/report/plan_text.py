@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from greedysnake.report.progress import count_text
+from greedysnake.sizes import format_size
 
 if TYPE_CHECKING:
     from greedysnake.config import Config
@@ -69,6 +70,12 @@ def plan_text(planned: Planned) -> str:
     ]
     if chosen.clipped and chosen.clipped.step_s > 1.01 * chosen.forecast.step_s:
         lines.insert(2, f"a step that is clipped waits for the norm and takes {chosen.clipped.step_s:.3g} s")
+    room, needed = planned.machine.room_bytes, given.footprint.device_bytes
+    if room is not None and needed > room:
+        lines.append(
+            f"it will not fit: the device has {format_size(max(0, room))} beside what computing needs, and buffers and "
+            f"homes there take {format_size(needed)}: lower placement.gradients_device, slots.weights or the batch"
+        )
     count = last.config.training.gradient_accumulation_steps
     if not planned.is_saturated(last):
         lines.append(f"the device is not busy all the time with {count} micro-batches either")
@@ -123,6 +130,10 @@ def _changes(given: Option, chosen: Option) -> Iterator[str]:
     before, after = given.config.engine, chosen.config.engine
     if before.alpha != after.alpha:
         yield f"engine.alpha {after.alpha:g} instead of {before.alpha:g}"
+    for name in ("activations_device", "weights_device"):
+        had, has = getattr(before.placement, name), getattr(after.placement, name)
+        if had != has:
+            yield f"engine.placement.{name} {has:.3g} instead of {had:.3g}"
     for name in ("updates", "staging"):
         had, has = getattr(before.slots, name), getattr(after.slots, name)
         if had != has:

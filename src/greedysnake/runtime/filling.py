@@ -1,9 +1,10 @@
-"""Uses a RAM budget: decides what stays in RAM, by how many SSD bytes of a step each byte of RAM saves."""
+"""Uses budgets: decides what stays on the device and in RAM, by how many SSD bytes of a step each byte there saves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
@@ -14,6 +15,8 @@ MOST_UPDATES, MOST_STAGING = 48, 16
 """More slots than these gained nothing where it was measured (docs/performance.md)."""
 SLOTS_SHARE = 1 / 16
 """Of the budget, at most, for more slots than asked for."""
+PARTS = 256
+"""What a share is tried in, unless it has parts of its own."""
 ORDER = ("weights_ram", "activations_ram", "optimizer_ram")
 """A byte of RAM saves three bytes of SSD traffic in every step when it holds weights, and two for activations,
 gradients that wait for a late update, or optimizer state. The gradients get theirs before the optimizer state."""
@@ -49,6 +52,42 @@ def fill_ram(
     return make_plan(chosen, slots)
 
 
+def fill_device(
+    make_plan: Callable[[Placement], Plan],
+    placement: Placement,
+    *,
+    vram: int,
+    num_micro_batches: int,
+    activation_bytes: int,
+) -> Placement:
+    """The placement with as much on the device as fits into `vram`: activations first, which leave their RAM to state,
+    then weights of the last layers, which are then fetched once. Shares that are not 0 stay, and count."""
+
+    def taken(placement: Placement) -> int:
+        plan = make_plan(placement)
+        kept = [block.num_params for block in plan.blocks if block.pool == "kept"]
+        on_device = plan.count_homes(num_micro_batches)[Home.DEVICE] * page_aligned(activation_bytes)
+        return on_device + len(kept) * max(kept, default=0) * plan.precision.weight_bytes
+
+    num_layers = make_plan(placement).num_compute - 2
+    axes = (("activations_device", 1.0 - _set_by_hand(placement), PARTS), ("weights_device", 1.0, num_layers))
+    for name, most, num_parts in axes:
+        if getattr(placement, name) == 0.0 and num_parts > 0:
+            tries = partial(_with_share, placement, name, most)
+            share = _largest_share(lambda tried, tries=tries: taken(tries(tried)) <= vram, num_parts)  # type: ignore[misc]
+            placement = tries(share)
+    return placement
+
+
+def _with_share(placement: Placement, name: str, most: float, share: float) -> Placement:
+    return replace(placement, **{name: most * share})
+
+
+def _set_by_hand(placement: Placement) -> float:
+    """The share of the activations that are to be in RAM, if that is not simply the rest."""
+    return placement.activations_ram if placement.activations_ram < 1.0 else 0.0
+
+
 def _needed(plan: Plan, num_micro_batches: int, activation_bytes: int, *, late: bool) -> int:
     """Bytes of RAM that a plan takes; with `late`, late gradients wait where it says, else they may all be spilled."""
     size, counts = page_aligned(activation_bytes), plan.count_homes(num_micro_batches)
@@ -72,12 +111,12 @@ def _more_slots(slots: Slots, taken: dict[str, int], ram: int) -> Slots:
     )
 
 
-def _largest_share(fits: Callable[[float], bool]) -> float:
-    """To one part in 256; 0 when none fits."""
+def _largest_share(fits: Callable[[float], bool], num_parts: int = PARTS) -> float:
+    """In whole parts; 0 when none fits."""
     if fits(1.0):
         return 1.0
-    low, high = 0, 256
+    low, high = 0, num_parts
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle / 256) else (low, middle)
-    return low / 256
+        low, high = (middle, high) if fits(middle / num_parts) else (low, middle)
+    return low / num_parts

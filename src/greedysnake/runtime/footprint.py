@@ -13,7 +13,7 @@ from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
 from greedysnake.runtime.directory import EXTENTS, SCRATCH, refuse_foreign_files
-from greedysnake.runtime.filling import fill_ram
+from greedysnake.runtime.filling import fill_device, fill_ram
 from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram, slot_bytes
 from greedysnake.runtime.flat import FlatBlock, decays_by_default, survey
 from greedysnake.runtime.layout import Layout
@@ -48,6 +48,11 @@ class Footprint:
     waits: str = ""
     """With clipping: why the updates wait for the norm, if that could be helped."""
 
+    @property
+    def device_bytes(self) -> int:
+        """In buffers and homes, besides what computing needs."""
+        return sum(row.get(Home.DEVICE, 0) for row in self.homes.values())
+
 
 def outline(
     model: Model, *, dtype: str, ram: int, chunk_params: int | None, stored: Stored | None = None
@@ -73,11 +78,13 @@ def foresee(
     activation_bytes: int,
     fill: bool = False,
     more_slots: bool = True,
+    vram: int = 0,
     optimistic: bool = False,
     stored: Stored | None = None,
 ) -> Footprint:
     """PlanError, with the numbers, when the RAM budget is too small. With `fill`, what fits into it stays there, and
-    with `more_slots` a part of it goes into more slots than asked for.
+    with `more_slots` a part of it goes into more slots than asked for; before that, `vram` bytes of the device are
+    filled.
 
     A store that is continued keeps the slots that are `stored`, if those are more than are needed."""
     stored = stored or Stored()
@@ -95,6 +102,14 @@ def foresee(
             tentative=optimistic,
         )
 
+    if vram and vertical:
+        placement = fill_device(
+            lambda tried: plan_with(tried, slots),
+            placement,
+            vram=vram,
+            num_micro_batches=num_micro_batches,
+            activation_bytes=activation_bytes,
+        )
     plan = plan_with(placement, slots)
     if fill and vertical and has_ssd:
         plan = fill_ram(
@@ -134,6 +149,13 @@ def foresee(
     return Footprint(
         plan, total_params(plan.blocks), homes, used, ram, disk, slot, num_slots, stored.num_slots, traffic
     )
+
+
+def device_bytes(plan: Plan, num_micro_batches: int, activation_bytes: int) -> int:
+    """What the device holds in buffers and homes, besides what computing needs."""
+    counts = plan.count_homes(num_micro_batches)
+    num_tensors = plan.num_between(num_micro_batches) + counts[Home.DEVICE]
+    return _device_slots(plan) + num_tensors * page_aligned(activation_bytes)
 
 
 def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:
