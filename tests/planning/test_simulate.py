@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from greedysnake import schedule
 from greedysnake.ops import Cursor, Kind, Lane, Op, Plan
 from greedysnake.placement import Placement, Slots
 from greedysnake.planning.costs import BlockTimes, Costs, Rates
-from greedysnake.planning.simulate import Simulation, forecast, run_steps
+from greedysnake.planning.simulate import Simulation, forecast, steps
 from greedysnake.trace import Record
 from greedysnake.verify import dependencies, step_ssd_bytes
 from schedules import make_listings, make_plan, plans
@@ -53,7 +54,7 @@ def test_a_step_that_only_computes_takes_the_sum_of_its_ops() -> None:
 def test_a_step_that_only_stores_takes_what_its_bytes_need() -> None:
     plan = make_plan(6, slots=Slots(updates=40, staging=40))
     read, write = step_ssd_bytes(plan, 2)
-    found = forecast(plan, costs_of(plan, replace(INSTANT, ssd_bytes_per_s=1e6)), 2, num_steps=6)
+    found = forecast(plan, costs_of(plan, replace(INSTANT, ssd_bytes_per_s=1e6)), 2)
     assert found.step_s == pytest.approx((read + write) / 1e6)
     assert found.busy_s["ssd"] == pytest.approx(found.step_s)
 
@@ -62,8 +63,8 @@ def test_a_kept_graph_is_not_computed_again() -> None:
     placement = Placement(graphs_device=1.0)
     plan = make_plan(5, placement=placement)
     kept = replace(plan, blocks=tuple(replace(b, pool="kept") if b.pool == "layers" else b for b in plan.blocks))
-    steps = [forecast(each, costs_of(each, INSTANT, 1.0, 3.0), 4).step_s for each in (plan, kept)]
-    assert steps[0] - steps[1] == pytest.approx(4 * 3 * 1.0)  # micro-batches, layers, forward
+    step_s = [forecast(each, costs_of(each, INSTANT, 1.0, 3.0), 4).step_s for each in (plan, kept)]
+    assert step_s[0] - step_s[1] == pytest.approx(4 * 3 * 1.0)  # micro-batches, layers, forward
 
 
 def test_lanes_of_one_link_share_it_evenly() -> None:
@@ -213,7 +214,7 @@ def test_lanes_do_in_the_simulator_what_they_do_in_the_engine(options: dict[str,
     simulation = Simulation(
         Costs(plan, INSTANT, [BlockTimes(1.0, 3.0)] * plan.num_compute, activation_bytes=4 * 8 * 64 * 2)
     )
-    run_steps(simulation, plan, 3, kind=kind, num_steps=4)
+    list(islice(steps(simulation, plan, 3, kind=kind), 4))
     for lane in Lane:
         ran, expected = (
             [(record.step, str(record.op), record.nbytes) for record in records if is_of(record, lane)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from greedysnake.ops import Kind, Op, Plan
+from greedysnake.ops import LANES, Kind, Lane, Op, Plan
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,17 @@ class Costs:
         self._plan = plan
         self._times = times
         self._activation_bytes = activation_bytes
+        self._keeps_graph = [plan.keeps_graph(block) for block in range(plan.num_compute)]
+        drives = rates.ssd_bytes_per_s
+        of_link = {"h2d": rates.h2d_bytes_per_s, "d2h": rates.d2h_bytes_per_s, "ssd_read": drives, "ssd_write": drives}
+        self._bytes_per_s = {kind: of_link[lane.link] for kind, lane in LANES.items() if lane.link in of_link}
 
     def seconds(self, op: Op) -> float:
         """An op of the drives as if they read and wrote all the time."""
-        rates, link = self.rates, op.lane.link
-        if link == "compute":
-            return self._compute_s(op)
-        if link == "cpu":
-            return self._cpu_s(op)
-        per_s = {"h2d": rates.h2d_bytes_per_s, "d2h": rates.d2h_bytes_per_s}.get(link, rates.ssd_bytes_per_s)
-        return self.nbytes(op) / per_s
+        per_s = self._bytes_per_s.get(op.kind)
+        if per_s is not None:
+            return self.nbytes(op) / per_s
+        return self._compute_s(op) if op.lane is Lane.COMPUTE else self._cpu_s(op)
 
     def nbytes(self, op: Op) -> int:
         """Bytes that it moves; an op does not say those of a tensor between blocks."""
@@ -64,7 +65,7 @@ class Costs:
         times = self._times[op.block]
         if op.kind is not Kind.BACKWARD:
             return times.forward_s
-        return times.backward_s - (times.forward_s if self._plan.keeps_graph(op.block) else 0.0)
+        return times.backward_s - (times.forward_s if self._keeps_graph[op.block] else 0.0)
 
     def _cpu_s(self, op: Op) -> float:
         if op.kind is Kind.VERDICT:

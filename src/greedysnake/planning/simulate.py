@@ -8,17 +8,43 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from greedysnake import schedule
-from greedysnake.hazards import Hazards, Mark
+from greedysnake.hazards import Hazards
 from greedysnake.ops import Cursor, Lane, Op, Plan
 from greedysnake.planning.costs import Costs
 from greedysnake.trace import Record, union_s
 
+ALIKE = 1e-3
+"""Two steps that differ by a smaller share of their time are alike."""
+FEWEST_STEPS, MOST_STEPS = 4, 8
+"""The first ones have the start in them; where updates may be tentative, the third is the first that is."""
+SSD = "ssd"
 NOTHING_S = 1e-12
 """What rounding may leave of an op that has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    lane: Lane
+    link: str
+    """"ssd" for reads and writes."""
+    depth: int
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    under_way: deque[_Job] = field(default_factory=deque)
+    num_over: int = 0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An op that has not started, and how many ops of which lanes must be over before it can."""
+
+    op: Op
+    step: int
+    after: list[tuple[_Lane, int]]
 
 
 @dataclass(slots=True)
@@ -27,17 +53,11 @@ class _Job:
 
     op: Op
     step: int
+    lane: _Lane
     start_s: float
     left_s: float
     nbytes: int
     is_over: bool = False
-
-
-@dataclass(slots=True)
-class _Lane:
-    waiting: deque[tuple[Op, int, list[Mark]]] = field(default_factory=deque)
-    under_way: deque[_Job] = field(default_factory=deque)
-    num_over: int = 0
 
 
 class _Drives:
@@ -51,28 +71,37 @@ class _Drives:
             (True, False): (rates.ssd_read_bytes_per_s or both) / both,
             (False, True): (rates.ssd_write_bytes_per_s or both) / both,
         }
-        self._queues: tuple[deque[_Job], deque[_Job]] = (deque(), deque())
+        self._urgent: deque[_Job] = deque()
+        self._bulk: deque[_Job] = deque()
+        self._num_jobs = [0, 0]
+        """To read, and to write."""
 
     def add(self, job: _Job) -> None:
-        self._queues[0 if job.op.urgent else 1].append(job)
+        (self._urgent if job.op.urgent else self._bulk).append(job)
+        self._num_jobs[_writes(job)] += 1
 
     def next_s(self) -> float:
         """How long until the next one ends."""
-        queue = self._queues[0] or self._queues[1]
+        queue = self._urgent or self._bulk
         return queue[0].left_s / self._speed_now() if queue else math.inf
 
     def advance(self, seconds: float) -> _Job | None:
         """Returns the one that has ended."""
-        queue = self._queues[0] or self._queues[1]
+        queue = self._urgent or self._bulk
         if not queue:
             return None
         queue[0].left_s -= seconds * self._speed_now()
-        return queue.popleft() if queue[0].left_s <= NOTHING_S else None
+        if queue[0].left_s > NOTHING_S:
+            return None
+        self._num_jobs[_writes(queue[0])] -= 1
+        return queue.popleft()
 
     def _speed_now(self) -> float:
-        reads = any(job.op.lane.link == "ssd_read" for queue in self._queues for job in queue)
-        writes = any(job.op.lane.link == "ssd_write" for queue in self._queues for job in queue)
-        return self._speed[reads, writes]
+        return self._speed[self._num_jobs[0] > 0, self._num_jobs[1] > 0]
+
+
+def _writes(job: _Job) -> bool:
+    return job.lane.lane.link == "ssd_write"
 
 
 class Simulation:
@@ -84,20 +113,23 @@ class Simulation:
         """Of the ops that have ended."""
         self._costs = costs
         self._hazards = Hazards()
-        self._lanes = {lane: _Lane() for lane in Lane}
+        self._lanes = {lane: _Lane(lane, link_of(lane), lane.depth) for lane in Lane}
         self._drives = _Drives(costs)
-        self._shared: dict[str, list[_Job]] = {}
+        self._shared: dict[str, list[_Job]] = {state.link: [] for state in self._lanes.values() if state.link != SSD}
         """Jobs of the other links."""
 
     def submit(self, ops: Iterable[Op], step: int) -> None:
+        lanes = self._lanes
         for op in ops:
-            self._lanes[op.lane].waiting.append((op, step, self._hazards.add(op)))
+            after = [(lanes[lane], number) for lane, number in self._hazards.add(op)]
+            lanes[op.lane].waiting.append(_Waiting(op, step, after))
 
     def run(self, lanes: Sequence[Lane] = tuple(Lane)) -> None:
         """Until these lanes have nothing left to do."""
+        states = [self._lanes[lane] for lane in lanes]
         while True:
             self._start_what_can()
-            if not any(self._lanes[lane].waiting or self._lanes[lane].under_way for lane in lanes):
+            if not any(state.waiting or state.under_way for state in states):
                 return
             self._advance()
 
@@ -106,24 +138,22 @@ class Simulation:
         changed = True
         while changed:
             changed = False
-            for lane, state in self._lanes.items():
-                while state.waiting and len(state.under_way) < lane.depth and self._is_ready(state.waiting[0][2]):
-                    op, step, _ = state.waiting.popleft()
-                    self._start(op, step, state)
+            for state in self._lanes.values():
+                waiting = state.waiting
+                while waiting and len(state.under_way) < state.depth and _is_ready(waiting[0]):
+                    self._start(state, waiting.popleft())
                     changed = True
 
-    def _is_ready(self, marks: list[Mark]) -> bool:
-        return all(self._lanes[lane].num_over >= number for lane, number in marks)
-
-    def _start(self, op: Op, step: int, state: _Lane) -> None:
-        job = _Job(op, step, self.now_s, self._costs.seconds(op), self._costs.nbytes(op))
+    def _start(self, state: _Lane, starting: _Waiting) -> None:
+        op = starting.op
+        job = _Job(op, starting.step, state, self.now_s, self._costs.seconds(op), self._costs.nbytes(op))
         state.under_way.append(job)
         if job.left_s <= NOTHING_S:
             self._end(job)
-        elif op.lane.overlaps:
+        elif state.link == SSD:
             self._drives.add(job)
         else:
-            self._shared.setdefault(op.lane.link, []).append(job)
+            self._shared[state.link].append(job)
 
     def _advance(self) -> None:
         """To the moment at which the next op ends."""
@@ -134,12 +164,13 @@ class Simulation:
         assert next_s < math.inf, "ops wait for each other"
         self.now_s += next_s
         for link, jobs in self._shared.items():
-            for job in jobs:
-                job.left_s -= next_s / len(jobs)
-            self._shared[link] = [job for job in jobs if job.left_s > NOTHING_S]
-            for job in jobs:
-                if job.left_s <= NOTHING_S:
-                    self._end(job)
+            if jobs:
+                for job in jobs:
+                    job.left_s -= next_s / len(jobs)
+                self._shared[link] = [job for job in jobs if job.left_s > NOTHING_S]
+                for job in jobs:
+                    if job.left_s <= NOTHING_S:
+                        self._end(job)
         stored = self._drives.advance(next_s)
         if stored:
             self._end(stored)
@@ -147,11 +178,23 @@ class Simulation:
     def _end(self, job: _Job) -> None:
         """Ops of a lane end in order: one that is done before another of its lane counts when that is."""
         job.is_over = True
-        state = self._lanes[job.op.lane]
+        state = job.lane
         while state.under_way and state.under_way[0].is_over:
             over = state.under_way.popleft()
             state.num_over += 1
-            self.records.append(Record(over.step, over.op, over.op.lane, over.start_s, self.now_s, over.nbytes))
+            self.records.append(Record(over.step, over.op, state.lane, over.start_s, self.now_s, over.nbytes))
+
+
+def _is_ready(waiting: _Waiting) -> bool:
+    after = waiting.after
+    while after and after[-1][0].num_over >= after[-1][1]:
+        after.pop()  # what is over stays so
+    return not after
+
+
+def link_of(lane: Lane) -> str:
+    """Its link, the drives being one."""
+    return SSD if lane.overlaps else lane.link
 
 
 @dataclass(frozen=True)
@@ -175,46 +218,37 @@ class Forecast:
 
 
 def forecast(
-    plan: Plan,
-    costs: Costs,
-    num_micro_batches: int,
-    *,
-    kind: str = "vertical",
-    clipped: bool = False,
-    num_steps: int = 5,
+    plan: Plan, costs: Costs, num_micro_batches: int, *, kind: str = "vertical", clipped: bool = False
 ) -> Forecast:
-    """The last of some steps, which the start of the first does not reach any more. Where updates may come before the
-    norm is known, all steps are `clipped`, so that they wait for it, or none is."""
+    """A step after so many that it is like the one before. Where updates may come before the norm is known, all steps
+    are `clipped`, so that they wait for it, or none is."""
     simulation = Simulation(costs)
-    start_s, end_s = run_steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped, num_steps=num_steps)[
-        -2:
-    ]
+    start_s = end_s = before_s = 0.0
+    for number, now_s in enumerate(steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped)):
+        before_s, start_s, end_s = end_s - start_s, end_s, now_s
+        is_alike = abs(end_s - start_s - before_s) <= ALIKE * before_s
+        if number + 1 >= FEWEST_STEPS and (is_alike or number + 1 == MOST_STEPS):
+            break
     records = [record for record in simulation.records if record.end_s > start_s]
     spans: dict[str, list[tuple[float, float]]] = {}
     least_s: dict[str, float] = {}
     for record in records:
-        link = "ssd" if record.lane.overlaps else record.lane.link
+        link = link_of(record.lane)
         spans.setdefault(link, []).append((max(record.start_s, start_s), record.end_s))
         least_s[link] = least_s.get(link, 0.0) + costs.seconds(record.op)
     busy_s = {link: union_s(values) for link, values in spans.items()}
     return Forecast(end_s - start_s, least_s, busy_s, records, start_s)
 
 
-def run_steps(
-    simulation: Simulation,
-    plan: Plan,
-    num_micro_batches: int,
-    *,
-    kind: str = "vertical",
-    clipped: bool = False,
-    num_steps: int,
-) -> list[float]:
-    """Step after step as the engine runs them: one ends when some lanes are done, and the others go on. Returns when
-    each began, and when the last ended."""
+def steps(
+    simulation: Simulation, plan: Plan, num_micro_batches: int, *, kind: str = "vertical", clipped: bool = False
+) -> Iterator[float]:
+    """Step after step as the engine runs them, without end: one ends when some lanes are done, and the others go on.
+    Gives the time at which each ends."""
     write = {"vertical": schedule.vertical, "horizontal": schedule.horizontal}[kind]
     waited_for = (Lane.COMPUTE, Lane.DOWNLOAD, *((Lane.NORM,) if plan.clipping else ()))
-    cursor, times_s = Cursor(plan), [simulation.now_s]
-    for number in range(num_steps):
+    cursor = Cursor(plan)
+    for number in count():
         # The first has no norm to go by, and the second is written while it runs.
         tentative = plan.may_be_tentative and not clipped and number > 1
         simulation.submit(write(replace(plan, tentative=tentative), cursor, num_micro_batches), number)
@@ -222,5 +256,4 @@ def run_steps(
         if tentative:
             cursor.confirm()
             simulation.submit(schedule.ahead(plan, cursor), number)
-        times_s.append(simulation.now_s)
-    return times_s
+        yield simulation.now_s
