@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from step_drive import mixed_bandwidth
-from step_options import io_values, on_cuda, placement_values, slot_values
+from step_options import io_values, on_cuda, placement_values, rate_limits, slot_values
 
 from greedysnake.errors import ConfigError
 
@@ -193,7 +193,9 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         write_perfetto(records[-1], options.trace)
         for figures, of_step in zip(per_step, records, strict=True):
             figures["busy_s"] = dict(totals(of_step).busy_s)
+    simulates = options.trace and options.steps > 1 and not options.alternate
     return {
+        "simulated_s": simulated_s(options, engine.plan, records[-1], rates) if simulates else None,
         "build_s": build_s,
         "steps_s": spans,
         "per_step": per_step,
@@ -202,6 +204,23 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         "arena_peak_bytes": arena_peak,
         "num_revoked": engine.num_revoked,
     }
+
+
+def simulated_s(options: argparse.Namespace, plan: Any, records: list[Any], rates: list[float]) -> float:
+    """What the simulator expects of such a step, from the times of its own ops and the speed of the drives: those they
+    were held at, or measured at after it, or had while they were busy in it. What a step takes beyond that is not in
+    the schedule."""
+    from dataclasses import replace
+
+    from greedysnake.planning.costs import Costs
+    from greedysnake.planning.observe import observe
+    from greedysnake.planning.simulate import forecast
+
+    seen = observe(records, plan)
+    drive = rate_limits(options).get("total_bytes_per_s") or (rates or [seen.rates.ssd_bytes_per_s])[-1]
+    activation_bytes = 2 * options.micro_batch * options.sequence * options.hidden
+    costs = Costs(plan, replace(seen.rates, ssd_bytes_per_s=drive), seen.times, activation_bytes=activation_bytes)
+    return forecast(plan, costs, options.micro_batches, kind=options.schedule).step_s
 
 
 def figures_of(result: Any, before: tuple[int, int], after: tuple[int, int]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ DETAILS = (
     "of_26_bytes_per_param",
     "layers_alone_s",
     "busy_s",
+    "simulated_s",
     "build_s",
     "losses",
     "steps_s",

@@ -190,6 +190,18 @@ def test_with_alternate_a_timeline_is_that_of_one_step(tmp_path: Path, monkeypat
     assert written >= 12 * step_systems.count_params(options_of()), "all of the state: the flush is part of it"
 
 
+def test_with_a_timeline_the_simulator_says_what_such_a_step_should_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least what its bytes need at the rate that the drive is held at."""
+    monkeypatch.setattr(step_systems.gc, "freeze", lambda: None)
+    held = 4e6
+    given = ["--steps", "2", "--storage", str(tmp_path), "--no-bounds", "--io", f"total_bytes_per_s={held}"]
+    result = step_systems.run_greedysnake(options_of(*given, "--trace", str(tmp_path / "trace.json")))
+    assert result["simulated_s"] >= 24 * step_systems.count_params(options_of()) / held
+    assert step_systems.run_greedysnake(options_of(*IN_RAM, "--steps", "2"))["simulated_s"] is None
+
+
 # Failures
 
 
