@@ -25,6 +25,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ConfigFile = Annotated[
+    str | None,
+    typer.Argument(metavar="CONFIG.yaml", help="The configuration; without one a small default.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="a.b=c", help="Changes, as in training.max_steps=100.", show_default=False),
+]
+
 
 def main() -> None:
     """Run the command that was asked for. Errors made for people are one sentence and exit code 2."""
@@ -86,16 +95,8 @@ def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tupl
 
 @app.command()
 def train(
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CONFIG.yaml", help="The configuration; without one a small default.", show_default=False
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="a.b=c", help="Changes, as in training.max_steps=100.", show_default=False),
-    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train a model; continue if its output_dir has a checkpoint. Ctrl-C finishes the step, saves and ends."""
     from greedysnake.config import load_config
@@ -141,14 +142,8 @@ def export(
 
 @app.command()
 def plan(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG.yaml", help="The configuration of a training.", show_default=False),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="a.b=c", help="Changes, as in engine.ram=32GiB.", show_default=False),
-    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="A new file for the configuration as planned.", show_default=False)
     ] = None,
@@ -194,14 +189,8 @@ def plan(
 
 @app.command()
 def verify(
-    config: Annotated[
-        str | None,
-        typer.Argument(metavar="CONFIG.yaml", help="The configuration of a training.", show_default=False),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="a.b=c", help="Changes, as in engine.alpha=0.", show_default=False),
-    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train a shrunken copy of your model here and in plain PyTorch, and compare. Exit code 1 on a mismatch."""
     from greedysnake.config import load_config

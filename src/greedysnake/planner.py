@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -28,18 +29,16 @@ from greedysnake.planning.simulate import Forecast, forecast
 from greedysnake.planning.solve import Choice, solve
 from greedysnake.preparation import (
     Outline,
-    adamw,
     choose_device,
     footprint_of,
     make_model,
     model_configuration,
+    open_engine,
     outline_of,
     ram_budget,
-    why_not_compiled,
 )
 from greedysnake.runs import find_run
 from greedysnake.runtime.drive import Bandwidth, look_at_drive
-from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.footprint import Footprint, device_bytes, nearest_existing
 from greedysnake.runtime.opening import Stored, stored_in
@@ -342,34 +341,17 @@ def _try(
     """Steps with the run's own shares in RAM and on the drive: where the CPU computes, all of them take its time.
 
     Returns what was seen, and the room that a GPU has beside what computing needs."""
-    options, training = config.engine, config.training
     free_bytes = 0
     if device == "cuda":
         free_bytes = torch.cuda.mem_get_info()[0]
         torch.cuda.reset_peak_memory_stats()
-    with (
-        tempfile.TemporaryDirectory(prefix=".greedysnake-plan-", dir=_beside(config.storage[0])) as storage,
-        Engine(
-            model,
-            adamw(training),
-            storage=[storage],
-            ram=ram,
-            device=device,
-            dtype=config.dtype,
-            schedule=options.schedule,
-            alpha=options.alpha,
-            max_grad_norm=training.clip_norm,
-            placement=plan.placement,
-            slots=plan.slots,
-            chunk_params=options.chunk_params,
-            seed=training.seed,
-            checkpoints=False,
-            verify_reads=options.verify_reads,
-            num_threads=options.num_threads,
-            compile=why_not_compiled(config, device) is None,
-            trace=True,
-        ) as engine,
-    ):
+    with ExitStack() as resources:
+        folder = tempfile.TemporaryDirectory(prefix=".greedysnake-plan-", dir=_beside(config.storage[0]))
+        options = replace(config.engine, storage=(resources.enter_context(folder),), single_slot=False)
+        trial = replace(config, engine=options)
+        engine = resources.enter_context(
+            open_engine(trial, model, device=device, ram=ram, resume=False, plan=plan, is_trial=True)
+        )
         for step in range(TRIAL_STEPS):
             engine.step(batches)
             if step == 0:

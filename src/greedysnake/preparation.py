@@ -113,9 +113,16 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
 
 
 def open_engine(
-    config: Config, model: Model, *, device: str, ram: int, resume: bool, plan: Plan | None = None
+    config: Config,
+    model: Model,
+    *,
+    device: str,
+    ram: int,
+    resume: bool,
+    plan: Plan | None = None,
+    is_trial: bool = False,
 ) -> Engine:
-    """The engine that trains as `plan` says, or that holds what was trained."""
+    """The engine that trains as `plan` says, or that holds what was trained. A trial has a trace and no checkpoints."""
     options, training = config.engine, config.training
     return Engine(
         model,
@@ -134,10 +141,12 @@ def open_engine(
         resume=resume,
         overwrite=config.overwrite_output_dir and not resume,
         single_slot=options.single_slot,
-        optimistic=plan is not None and plan.may_be_tentative,
+        optimistic=plan is not None and plan.may_be_tentative and not is_trial,
+        checkpoints=not is_trial,
         verify_reads=options.verify_reads,
         num_threads=options.num_threads,
         compile=why_not_compiled(config, device) is None,
+        trace=is_trial,
     )
 
 
