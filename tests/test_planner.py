@@ -217,14 +217,19 @@ class TestPlan:
 def test_the_command_prints_tables_or_json_and_writes_a_file(tmp_path: Path) -> None:
     config, out = tmp_path / "train.yaml", tmp_path / "planned.yaml"
     config.write_text(settings.write_yaml(values_in(tmp_path)))
-    shown = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(out)], env={"COLUMNS": "80"})
+    trace = tmp_path / "trace.json"
+    options = ["--out", str(out), "--trace", str(trace)]
+    shown = CliRunner().invoke(cli.app, ["plan", str(config), *options], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
     for words in ("as configured", "as planned", "written to SSD per step", f"next: greedysnake train {out}"):
         assert words in shown.output
     assert not load_config(out).engine.fill_ram
+    assert {event["name"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"F0.0", "B3.0", "W1.0"}
     done = CliRunner().invoke(cli.app, ["plan", str(config), "training.gradient_accumulation_steps=3", "--json"])
     found = json.loads(done.stdout)
     assert found["as_planned"]["micro_batches"] == 3
     assert found["rates"]["ssd_bytes_per_s"] == FAST.mixed_bytes_per_s
     again = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(out)])
     assert "exists: give another name" in str(again.exception)
+    lost = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(tmp_path / "no" / "planned.yaml")])
+    assert "is no folder: make it" in str(lost.exception)

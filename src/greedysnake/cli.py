@@ -147,6 +147,10 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="A new file for the configuration as planned.", show_default=False)
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A new file for the timeline of a step as planned, for Perfetto.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say how fast a training would be here, what would bound it, and how it would be fastest. Trains nothing.
@@ -156,21 +160,28 @@ def plan(
     from greedysnake.config import load_config
 
     settings = load_config(*_file_and_overrides(config, overrides), to_train=False)
-    if out is not None and out.exists():
-        raise ConfigError(f"{out} exists: give another name, or remove it")
+    for file in (out, trace):
+        if file is not None and file.exists():
+            raise ConfigError(f"{file} exists: give another name, or remove it")
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file} cannot be written: {file.parent} is no folder: make it, or give another name")
     from rich.console import Console
 
     from greedysnake.planner import plan_run
     from greedysnake.report.plan_text import as_json as in_json
     from greedysnake.report.plan_text import machine_text, plan_table, plan_text
     from greedysnake.report.progress import home_table
+    from greedysnake.trace import write_perfetto
 
     _clean_up_when_told_to_end()
     console = Console(stderr=as_json)
     planned = plan_run(settings, lambda text: console.print(f"{text} ...", highlight=False, soft_wrap=True))
     if out is not None:
-        with explained("write", out), out.open("x", encoding="utf-8") as file:
-            file.write(planned.chosen.config.as_yaml())
+        with explained("write", out):
+            out.write_text(planned.chosen.config.as_yaml(), encoding="utf-8")
+    if trace is not None:
+        with explained("write", trace):
+            write_perfetto(planned.chosen.forecast.records, trace)
     if as_json:
         print(json.dumps(in_json(planned), indent=2))
         return
