@@ -10,7 +10,7 @@ from torch import nn
 
 import greedysnake as gs
 from greedysnake.runtime.recompute import Recompute
-from reference import OPTIMIZER, make_batches, make_parts, train_reference
+from reference import OPTIMIZER, Layer, Parts, make_batches, make_parts, train_reference
 
 
 def gradients(output: torch.Tensor, inputs: list[torch.Tensor], seed: torch.Tensor | None) -> list[torch.Tensor]:
@@ -45,3 +45,34 @@ def test_a_compiled_engine_trains_as_plain_pytorch(graphs: float, tmp_path: Path
     assert losses == pytest.approx(wanted.losses, rel=1e-5)
     for name, parameter in wanted.parameters.items():
         torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)
+
+
+class Drawing(Layer):
+    """Draws noise, which no gradient depends on, and then a mask."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 96, dropout=0.3)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        noise = 0.01 * torch.randn_like(hidden) if self.training else 0
+        return super().forward(hidden) + noise
+
+
+@pytest.mark.parametrize("limit", [8, 1])
+def test_compiled_layers_draw_as_uncompiled_ones(limit: int, tmp_path: Path) -> None:
+    """Also when torch gives up compiling the forward, here because of the evaluation, but not the recompute."""
+    torch._dynamo.reset()
+
+    def parts() -> Parts:
+        plain = make_parts()
+        return Parts(plain.embed, [Drawing()], plain.head)
+
+    options = {"storage": [tmp_path], "ram": "64MiB", "dtype": "float32", "compile": True}
+    wanted = train_reference(parts(), OPTIMIZER, lambda step: make_batches(2, step), 3)
+    with (
+        torch._dynamo.config.patch(recompile_limit=limit),
+        gs.Engine(parts().sequential(), OPTIMIZER, **options) as engine,  # type: ignore[arg-type]
+    ):
+        engine.evaluate(make_batches(2, 0))
+        losses = [engine.step(make_batches(2, step)).loss for step in range(3)]
+    assert losses == pytest.approx(wanted.losses, rel=1e-5)  # another mask in the recompute: 1e-2

@@ -6,7 +6,7 @@ Runs on the thread that calls step(). The weights are where the op says; this po
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,11 +42,13 @@ class Compute:
         modules = [block.module for block in blocks if block.module is not None]
         last = len(modules) - 1
         # Layers of one structure share their compiled code; embedding and head run once per step and micro-batch.
+        options = _compiler_options()
         self._forward = [
-            torch.compile(module) if compile and 0 < number < last else module for number, module in enumerate(modules)
+            torch.compile(module, options=options) if compile and 0 < number < last else module
+            for number, module in enumerate(modules)
         ]
         self._recompute = {
-            number: torch.compile(Recompute(module))
+            number: torch.compile(Recompute(module), options=options)
             for number, module in enumerate(modules)
             if compile and 0 < number < last
         }
@@ -341,6 +343,17 @@ class Compute:
             losses.zero_()
             context.loss_started = True
         losses.add_(loss.detach())
+
+
+def _compiler_options() -> dict[str, str | int | bool | Callable[..., object]]:
+    """Random numbers are drawn as in code that is not compiled, one after another. The compiler's own are others in the
+    recompute where torch gives up compiling one of the two, after eight variants, and where the forward draws something
+    that no gradient depends on. Costs nothing where nothing is drawn."""
+    options: dict[str, str | int | bool | Callable[..., object]] = {"fallback_random": True}
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        # There draws may change places with the kernels around them; later versions keep their order.
+        options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+    return options
 
 
 def _parts_in_eval(module: nn.Module) -> list[nn.Module]:
