@@ -18,7 +18,9 @@ from torch.nn import functional
 
 import greedysnake as gs
 from greedysnake.placement import Home
+from greedysnake.runtime import arguments
 from greedysnake.runtime.context import StepContext
+from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.updates import Updates
 from reference import (
     OPTIMIZER,
@@ -378,3 +380,52 @@ def test_without_checkpoints_only_what_lives_on_the_drive_has_room_there(tmp_pat
             resume=True,
             checkpoints=False,
         )
+
+
+# Streams of a GPU
+
+
+class ComputeStream:
+    """Stands for a CUDA stream: notes in order what is done with it, and what `note` is told."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+
+    def note(self, what: str) -> None:
+        self.noted.append(what)
+
+    def wait_stream(self, other: str) -> None:
+        self.note(f"waits for {other}")
+
+    @contextmanager
+    def current(self, stream: object) -> Iterator[None]:
+        assert stream is self
+        self.note("begins")
+        yield
+        self.note("ends")
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> ComputeStream:
+    """Engines on the CPU have a compute stream as they would on a GPU. Its lane does without."""
+    stream = ComputeStream()
+    monkeypatch.setattr(Runner, "compute_stream", property(lambda runner: stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", stream.current)
+    return stream
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_batch_that_the_callers_stream_still_makes_is_waited_for(
+    call: str, stream: ComputeStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_device = arguments.to_device
+
+    def noted(batch: Batch, device: torch.device) -> Any:
+        stream.note("takes a batch")
+        return to_device(batch, device)
+
+    monkeypatch.setattr(arguments, "to_device", noted)
+    with make_engine(make_parts(), tmp_path) as engine:
+        getattr(engine, call)(make_batches(1, 0))
+    assert stream.noted[:4] == ["waits for the caller's", "begins", "takes a batch", "ends"]

@@ -522,7 +522,11 @@ class Engine:
             raise GreedySnakeError(f"the engine is closed ({self._closed}): make a new one, with resume=True to go on")
 
     def _on_compute_stream(self) -> torch.cuda.StreamContext:
-        return torch.cuda.stream(self._runner.compute_stream)
+        """What is launched there comes after all that the caller's stream was given, which may still make a batch."""
+        stream = self._runner.compute_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(stream)
 
     def _random_state_kept(self) -> ExitStack:
         """Blocks draw from streams of their own; the user's random state is put back afterwards."""
