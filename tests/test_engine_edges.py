@@ -397,6 +397,9 @@ class ComputeStream:
     def wait_stream(self, other: str) -> None:
         self.note(f"waits for {other}")
 
+    def synchronize(self) -> None:
+        self.note("is done")
+
     @contextmanager
     def current(self, stream: object) -> Iterator[None]:
         assert stream is self
@@ -429,3 +432,23 @@ def test_batch_that_the_callers_stream_still_makes_is_waited_for(
     with make_engine(make_parts(), tmp_path) as engine:
         getattr(engine, call)(make_batches(1, 0))
     assert stream.noted[:4] == ["waits for the caller's", "begins", "takes a batch", "ends"]
+
+
+def test_memory_of_a_step_is_zeroed_before_any_stream_may_use_it(
+    stream: ComputeStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+
+    def noted(*shape: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8:
+            stream.note("zeroes")
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    placement = gs.Placement(activations_device=0.5)
+    with make_engine(make_parts(), tmp_path, placement=placement) as engine:
+        engine.evaluate(make_batches(2, 0))
+        stream.noted.clear()
+        engine.evaluate(make_batches(4, 0))
+    first = stream.noted.index("zeroes")
+    assert stream.noted[first - 1 :] == ["begins", "zeroes", "zeroes", "ends", "is done"]

@@ -420,15 +420,19 @@ class Engine:
             has_ssd=bool(self._store),
         )
         self._steps.use(self._plan)
-        memory = StepMemory(
-            self._arena,
-            self._plan,
-            self.device,
-            num_micro_batches=num_micro_batches,
-            activation_bytes=activation_bytes,
-            kept=kept,
-            vertical=self._vertical,
-        )
+        stream = self._runner.compute_stream
+        with self._on_compute_stream():  # whose memory it is: once it is freed, activations may lie there
+            memory = StepMemory(
+                self._arena,
+                self._plan,
+                self.device,
+                num_micro_batches=num_micro_batches,
+                activation_bytes=activation_bytes,
+                kept=kept,
+                vertical=self._vertical,
+            )
+        if stream is not None:
+            stream.synchronize()  # streams that copy use it too, and no op tells them that it is zeroed
         if self._store is not None:
             try:
                 self._store.require_scratch(memory.scratch_sizes())
