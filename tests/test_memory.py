@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 import child
 import greedysnake as gs
 from greedysnake.placement import Home
+from greedysnake.runtime import memory
 from greedysnake.shapes import total_params
 from reference import OPTIMIZER, Batch, Embed, Head, Layer, Trained, make_batches, make_parts, num_targets, take_values
 
@@ -178,6 +181,23 @@ def test_a_step_that_does_not_fit_is_refused_and_the_engine_goes_on(tmp_path: Pa
     found, expected = run(tmp_path / "found", True), run(tmp_path / "expected", False)
     for name, value in expected.parameters.items():
         assert torch.equal(found.parameters[name], value), name
+
+
+def test_a_larger_step_gives_the_device_its_memory_back_before_it_takes_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device_buffers, before, alive = memory._device_buffers, list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def counted(count: int, nbytes: int, device: torch.device) -> Sequence[torch.Tensor]:
+        alive.append(sum(buffer() is not None for buffer in before))
+        return device_buffers(count, nbytes, device)
+
+    monkeypatch.setattr(memory, "_device_buffers", counted)
+    with gs.Engine(make_parts().sequential(), OPTIMIZER, storage=[tmp_path], ram="64MiB") as engine:
+        for length in (8, 16, 24):
+            engine.step(make_batches(2, 0, length=length))
+            before += [weakref.ref(buffer) for buffer in engine._buffers.step.between]
+    assert before and alive and not any(alive)
 
 
 def test_late_gradients_without_room_or_storage_are_refused() -> None:

@@ -26,6 +26,10 @@ class Buffers:
         self.plan = plan
         self._step = step
 
+    def drop_step(self) -> None:
+        """Lets go of it: the memory that takes its place must not come on top of it. Nothing may be under way."""
+        self._step = None
+
     @property
     def step(self) -> StepMemory:
         assert self._step is not None

@@ -410,6 +410,7 @@ class Engine:
             activation_bytes = max(activation_bytes, self._step_memory.activation_bytes)
             self._step_memory.release()
             self._step_memory = None  # a step that does not fit leaves the engine without, not with what was freed
+            self._buffers.drop_step()
         free_bytes = self._arena.budget_bytes - self._arena.used_bytes
         self._plan, kept = fit_gradients(
             self._plan,
