@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import greedysnake as gs
-from greedysnake.ops import Kind, Lane, Op
+from greedysnake.ops import Cursor, Kind, Lane, Op
 from greedysnake.runtime.runner import SWITCH_INTERVAL_S, Runner
+from greedysnake.schedule import vertical
+from schedules import make_plan
 
 
 class Stream:
@@ -74,6 +76,27 @@ def test_a_second_ctrl_c_while_closing_waits_until_no_lane_uses_its_buffers(monk
         runner.close()
     threads = [lane._thread for lane in runner._lanes.values() if lane._thread is not None]
     assert threads and not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+@pytest.mark.parametrize("num_layers", [1, 2, 24])
+def test_what_is_done_meanwhile_comes_when_the_head_is_left_behind(num_layers: int, num_micro_batches: int) -> None:
+    """In the head models wait for the device, and at the end of a step the engine does."""
+    plan, computed, at = make_plan(num_layers + 2), list[Op](), list[int]()
+
+    def note(op: Op) -> int:
+        if op.lane is Lane.COMPUTE:
+            computed.append(op)
+        return 0
+
+    runner = Runner(torch.device("cpu"))
+    linked = runner.link(vertical(plan, Cursor(plan), num_micro_batches))
+    runner.run(linked, 0, note, meanwhile=lambda: at.append(len(computed)))
+    runner.wait()
+    runner.close()
+    (number,) = at
+    assert all(op.kind is Kind.BACKWARD and op.block <= num_layers for op in computed[number:])
+    assert len(computed) // 4 <= len(computed) - number <= len(computed) // 2
 
 
 # Python's switch interval

@@ -99,7 +99,8 @@ class Runner:
         """Submits a list and runs its compute ops; what other lanes still do goes on after it returns.
 
         `meanwhile` is called once, when the device has enough to compute: not at the end, where the host's time is
-        short and the device's next.
+        short and the device's next, and not in the middle of a step, which is its head: models make the host wait for
+        the device there, after which nothing is queued.
         """
         job = Job(step, action)
         for lane, tasks in linked.items():
@@ -111,7 +112,7 @@ class Runner:
             self._guard(partial(compute.run_now, task, job), task.op)
             if number % COLLECT_EVERY == 0:
                 self._collect()
-            if meanwhile and number == len(computing) // 2:
+            if meanwhile and number == len(computing) * 5 // 8:  # a quarter into the backward
                 self._guard(meanwhile, None)
 
     def busy_s(self) -> dict[str, float]:
