@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from greedysnake.models import loss
 from greedysnake.models.loss import IGNORED, chunked_cross_entropy, cross_entropy
 
 
@@ -41,9 +42,9 @@ def test_scale_of_the_gradient_is_not_rounded_to_bfloat16() -> None:
 
 def test_ignored_tokens_alone_give_no_loss_and_no_gradient() -> None:
     hidden, weight, labels = make(torch.float32)
-    loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED))
-    gradients = torch.autograd.grad(loss, [hidden, weight])
-    assert loss.item() == 0
+    ours = chunked_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED))
+    gradients = torch.autograd.grad(ours, [hidden, weight])
+    assert ours.item() == 0
     assert all(not gradient.any() for gradient in gradients)
 
 
@@ -70,3 +71,27 @@ def test_bias_and_adjusted_logits_have_the_gradients_of_the_whole() -> None:
     with torch.no_grad():
         again = chunked_cross_entropy(hidden, weight, labels, bias=bias, adjust=cap)
     torch.testing.assert_close(again, ours, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_kernel_for_gpus_is_compiled_once_for_many_lengths(
+    needs_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for each of the first two, since one that is known makes faster code."""
+    torch._dynamo.reset()
+    kernel, stats = loss._kernel.__wrapped__("cuda"), torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(loss, "_kernel", lambda device: kernel)
+    stats.clear()
+    num_graphs = []
+    for tokens in (50, 50, *range(5, 41, 3)):
+        hidden, weight, labels = make(torch.float32, tokens)
+        with torch.set_grad_enabled(needs_gradient), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            ours = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=30)
+        num_graphs.append(stats["unique_graphs"])
+        theirs = cross_entropy(hidden, weight, labels)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        if needs_gradient:
+            found = torch.autograd.grad(ours, [hidden, weight])
+            for ours_one, theirs_one in zip(found, torch.autograd.grad(theirs, [hidden, weight]), strict=True):
+                torch.testing.assert_close(ours_one, theirs_one, rtol=1e-4, atol=1e-5)
+    assert num_graphs == [2, 2] + [3] * 12  # chunks of 30 and of 20 tokens, then any

@@ -14,6 +14,9 @@ IGNORED = -100
 
 CHUNK_TOKENS = 4096
 
+NUM_EXACT = 2
+"""Sizes of chunks that are compiled for as they are: rows of one length have whole chunks and a last one."""
+
 Adjust = Callable[[torch.Tensor], torch.Tensor]
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
@@ -110,12 +113,32 @@ def _loss_and_gradient(
     return loss, (gradient * is_target[:, None]).to(logits.dtype)
 
 
+class _Fused:
+    """Compiled for each of the first sizes of chunks, then once for all others: rows of many lengths have many, and
+    after eight torch would compile no more, and have all temporary tensors in memory."""
+
+    def __init__(self) -> None:
+        self._compiled = torch.compile(_loss_and_gradient, dynamic=False)
+        self._exact: dict[bool, set[int]] = {False: set(), True: set()}
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, needs_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = self._exact[needs_gradient]
+        if len(exact) < NUM_EXACT:
+            exact.add(len(labels))
+        if len(labels) not in exact:
+            from torch._dynamo import maybe_mark_dynamic  # not before something is compiled: it takes a second
+
+            maybe_mark_dynamic(logits, 0)
+            maybe_mark_dynamic(labels, 0)
+        return self._compiled(logits, labels, needs_gradient)
+
+
 @cache
 def _kernel(device_type: str) -> Kernel:
     """On a GPU the passes over the logits are fused."""
-    if device_type == "cuda":
-        return torch.compile(_loss_and_gradient, dynamic=False)
-    return _loss_and_gradient
+    return _Fused() if device_type == "cuda" else _loss_and_gradient
 
 
 def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
