@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -79,6 +81,7 @@ def test_kernel_for_gpus_is_compiled_once_for_many_lengths(
 ) -> None:
     """But for each of the first two, since one that is known makes faster code."""
     torch._dynamo.reset()
+    monkeypatch.setattr(loss, "missing_for_compiling", lambda device: None)
     kernel, stats = loss._kernel.__wrapped__("cuda"), torch._dynamo.utils.counters["stats"]
     monkeypatch.setattr(loss, "_kernel", lambda device: kernel)
     stats.clear()
@@ -95,3 +98,13 @@ def test_kernel_for_gpus_is_compiled_once_for_many_lengths(
             for ours_one, theirs_one in zip(found, torch.autograd.grad(theirs, [hidden, weight]), strict=True):
                 torch.testing.assert_close(ours_one, theirs_one, rtol=1e-4, atol=1e-5)
     assert num_graphs == [2, 2] + [3] * 12  # chunks of 30 and of 20 tokens, then any
+
+
+def test_without_a_compiler_the_kernel_for_gpus_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch, "compile", lambda *values, **options: pytest.fail("it was compiled"))
+    kernel = loss._kernel.__wrapped__("cuda")
+    monkeypatch.setattr(loss, "_kernel", lambda device: kernel)
+    hidden, weight, labels = make(torch.float32)
+    ours = chunked_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(ours, cross_entropy(hidden, weight, labels), rtol=1e-6, atol=0)

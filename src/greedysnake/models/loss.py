@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from greedysnake.compiling import missing_for_compiling
+
 IGNORED = -100
 """Label of a token that is no target."""
 
@@ -137,8 +139,8 @@ class _Fused:
 
 @cache
 def _kernel(device_type: str) -> Kernel:
-    """On a GPU the passes over the logits are fused."""
-    return _Fused() if device_type == "cuda" else _loss_and_gradient
+    """On a GPU the passes over the logits are fused, where that can be done."""
+    return _Fused() if device_type == "cuda" and missing_for_compiling("cuda") is None else _loss_and_gradient
 
 
 def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
