@@ -66,6 +66,30 @@ def test_a_checkpoint_of_what_lives_in_ram_is_written_so_too(tmp_path: Path, mos
         assert all(torch.equal(value, wanted[name]) for name, value in engine.named_parameters())
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [gs.Placement(weights_ram=1.0), gs.Placement(optimizer_ram=1.0), gs.Placement(weights_ram=0.5, optimizer_ram=0.7)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_reads_nothing_that_is_on_the_drive_already(
+    dtype: str, placement: gs.Placement, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "placement": placement, "chunk_params": 1024}
+    with make_engine(make_parts(frozen=["layers.1"]), tmp_path, **options) as engine:
+        engine.step(make_batches(2, 0))
+        engine.flush()
+        before = engine.io_counters
+        engine.save()
+        after = engine.io_counters
+        assert before is not None and after is not None
+        assert after.read_bytes == before.read_bytes
+        wanted = dict(engine.named_parameters()), list(engine.named_moments())
+    with make_engine(make_parts(frozen=["layers.1"]), tmp_path, **options, resume=True) as engine:
+        assert all(torch.equal(value, wanted[0][name]) for name, value in engine.named_parameters())
+        for found, moments in zip(engine.named_moments(), wanted[1], strict=True):
+            assert torch.equal(found[1], moments[1]) and torch.equal(found[2], moments[2]), found[0]
+
+
 def test_after_a_write_that_failed_none_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots are used again, and so is what is written to."""
     write, wait, under_way = Store.write, Store.wait, set[int]()

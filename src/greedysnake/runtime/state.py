@@ -144,7 +144,7 @@ class ModelState:
         with _Turns(self._host, self._store) as turns:
             for number, index in sorted(self._dirty):
                 slot = turns.next()
-                self._load(number, index, slot)
+                self._load(number, index, slot, Home.RAM)
                 self._write_parts(number, index, slot, turns, Home.RAM)
 
     def read_ram_parts(self) -> None:
@@ -195,13 +195,13 @@ class ModelState:
         per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
         return chunk.num_params * precision.weight_bytes, chunk.num_params * per_param
 
-    def _load(self, number: int, index: int, slot: torch.Tensor) -> None:
-        """Gathers a whole chunk, from RAM and SSD, in an update slot."""
+    def _load(self, number: int, index: int, slot: torch.Tensor, wanted: Home | None = None) -> None:
+        """Gathers a whole chunk, from RAM and SSD, in an update slot; or what has the home that is wanted."""
         home = self._plan.homes[number][index]
         weight_bytes, state_bytes = self._sizes(number, index)
         for part, part_home, start in ((WEIGHT, home.weight, 0), (STATE, home.state, weight_bytes)):
             nbytes = state_bytes if part == STATE else weight_bytes
-            if not nbytes:
+            if not nbytes or wanted not in (None, part_home):
                 continue
             if part_home is Home.RAM:
                 values = self._host.weights if part == WEIGHT else self._host.state
