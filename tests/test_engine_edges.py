@@ -305,6 +305,38 @@ class PoisonedAtTimes(PoisonedEmbed):
         return functional.embedding(batch["ids"], self.weight)
 
 
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_shared_gradient_is_not_applied_whichever_micro_batch_is_not_finite(
+    schedule: str, poisoned: int, tmp_path: Path
+) -> None:
+    embed = PoisonedAtTimes()
+    model = Parts(embed, make_parts(num_layers=1).layers, Head(37, 32, embed.weight))
+    before = embed.weight.detach().clone()
+    batches = [{**batch, "poison": torch.tensor(index == poisoned)} for index, batch in enumerate(make_batches(3, 0))]
+    with make_engine(model, tmp_path, schedule=schedule) as engine:
+        with pytest.warns(RuntimeWarning, match="the gradient of shared is not finite"):
+            assert engine.step(batches).skipped
+        assert torch.equal(dict(engine.named_parameters())["embed.weight"], before)
+        assert not engine.step([{**batch, "poison": torch.tensor(False)} for batch in batches]).skipped
+
+
+def test_shared_gradient_is_looked_at_once_for_each_block_that_adds_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each micro-batch: it is as large as the vocabulary."""
+    vector_norm, sizes = torch.linalg.vector_norm, list[int]()
+
+    def noted(tensor: torch.Tensor, *values: Any) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return vector_norm(tensor, *values)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", noted)
+    with make_engine(make_parts(tied=True, vocab=300), tmp_path) as engine:
+        engine.step(make_batches(8, 0))
+        assert sizes.count(engine.plan.blocks[-1].num_trainable) == 2
+
+
 def test_horizontal_micro_batch_that_is_not_finite_is_seen_though_the_cpu_lags(tmp_path: Path) -> None:
     """The gradient of the second micro-batch, a finite one, is there before that of the first is added up."""
     model = Parts(PoisonedAtTimes(), [], Head(37, 32))

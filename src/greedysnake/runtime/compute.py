@@ -334,7 +334,8 @@ class Compute:
             place = places[shared_name]
             if place.trainable:
                 _add(total[place.offset : place.end].view(place.shape), gradients[name], fresh=False)
-        if not plan.clipping:
+        # Horizontally too this is the sum over all micro-batches so far: what the last op finds is that of the step.
+        if op.last and not plan.clipping:
             self._buffers.device.largest[plan.shared].copy_(torch.linalg.vector_norm(total, math.inf))
 
     def _add_loss(self, loss: torch.Tensor, context: StepContext) -> None:
