@@ -13,6 +13,7 @@ from torch import nn
 
 import greedysnake as gs
 from greedysnake import _native
+from greedysnake.runtime.arguments import checked_device
 from reference import OPTIMIZER, Embed, Layer, Parts, make_batches, make_parts, num_targets, train_engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,6 +103,13 @@ def test_a_limit_on_threads_is_one_sentence(limit: str, tmp_path: Path, monkeypa
         make_engine(storage=[tmp_path])
     monkeypatch.undo()
     make_engine(storage=[tmp_path]).close()
+
+
+def test_cuda_without_a_number_is_the_device_that_is_current_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    given = ("cuda", torch.device("cuda"), "cuda:0", "cpu")
+    assert list(map(str, map(checked_device, given))) == ["cuda:3", "cuda:3", "cuda:0", "cpu"]
 
 
 def test_dtype_may_be_that_of_torch(tmp_path: Path) -> None:

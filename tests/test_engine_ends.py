@@ -291,11 +291,11 @@ def test_warning_that_is_an_error_leaves_no_lock(tmp_path: Path) -> None:
 def test_interrupt_while_lanes_are_started_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     num_threads, start, started = threading.active_count(), LaneRunner.start, []
 
-    def start_three(self: LaneRunner) -> None:
+    def start_three(self: LaneRunner, device: torch.device) -> None:
         if len(started) == 3:
             raise KeyboardInterrupt
         started.append(self)
-        start(self)
+        start(self, device)
 
     monkeypatch.setattr(LaneRunner, "start", start_three)
     with pytest.raises(KeyboardInterrupt):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import greedysnake as gs
 from greedysnake.ops import Cursor, Kind, Lane, Op
+from greedysnake.runtime.lanes import Clock, Failure, LaneRunner
 from greedysnake.runtime.runner import SWITCH_INTERVAL_S, Runner
 from greedysnake.schedule import vertical
 from schedules import make_plan
@@ -76,6 +78,21 @@ def test_a_second_ctrl_c_while_closing_waits_until_no_lane_uses_its_buffers(monk
         runner.close()
     threads = [lane._thread for lane in runner._lanes.values() if lane._thread is not None]
     assert threads and not any(thread.is_alive() for thread in threads)
+
+
+def test_thread_of_a_lane_uses_the_gpu_of_its_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[tuple[str, torch.device]] = []
+
+    def note(device: torch.device) -> None:
+        used.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    for device in (cpu, gpu):
+        lane = LaneRunner(Lane.UPLOAD, Failure(), Clock(cpu))
+        lane.start(device)
+        lane.close()
+    assert used == [("greedysnake h2d.weights", gpu)]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 8])

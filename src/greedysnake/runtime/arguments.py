@@ -109,6 +109,9 @@ def checked_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"device is {str(device)!r}: use 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {str(device)!r} and torch finds no CUDA device: use 'cpu', or install a driver")
+    if device.type == "cuda" and device.index is None:
+        # Which one is meant is decided here: a later torch.cuda.set_device would put half of the engine elsewhere.
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

@@ -116,10 +116,11 @@ class LaneRunner:
         self._thread: threading.Thread | None = None
         failure.watch(self)
 
-    def start(self) -> None:
+    def start(self, device: torch.device) -> None:
         """Starts the thread that runs what is submitted. Not at the first task: a Ctrl-C then would leave a thread
         that is neither running nor not."""
-        thread = threading.Thread(target=self._work, name=f"greedysnake {self.lane.value}", daemon=True)
+        name = f"greedysnake {self.lane.value}"
+        thread = threading.Thread(target=self._work, args=(device,), name=name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -212,11 +213,13 @@ class LaneRunner:
             raise Stopped
         self._launch(task)
 
-    def _work(self) -> None:
+    def _work(self, device: torch.device) -> None:
         flying: deque[tuple[Task, Wait, float]] = deque()
         task: Task | None = None
         waiting: Wait | None = None
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with GPU 0, and its first call would take memory there
             while True:
                 task = waiting = None  # an idle lane holds on to nothing: an engine that nobody uses may go
                 task = self._next(block=not flying)

@@ -68,7 +68,7 @@ class Runner:
                 stream = torch.cuda.Stream(device) if on_device else None
                 self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=lane.depth)
                 if lane is not Lane.COMPUTE:
-                    self._lanes[lane].start()
+                    self._lanes[lane].start(device)
             SwitchInterval.shorten()
             self._switches_fast = True
         except BaseException:
