@@ -193,6 +193,18 @@ def test_step_and_evaluation_run_under_inference_mode(tmp_path: Path) -> None:
         assert engine.step(make_batches(2, 1)).loss == expected[1]
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_engine_that_is_made_under_inference_mode_trains(resume: bool, tmp_path: Path) -> None:
+    with make_engine(make_parts(), tmp_path) as engine:
+        engine.save()
+        expected = engine.step(make_batches(2, 0)).loss
+    parts = make_parts()
+    with torch.inference_mode():
+        engine = make_engine(parts, tmp_path, resume=resume, overwrite=not resume)
+    with engine:
+        assert engine.step(make_batches(2, 0)).loss == expected
+
+
 def test_autocast_around_a_whole_run_computes_with_the_weights_of_each_step(tmp_path: Path) -> None:
     found = []
     for number, around_run in enumerate((False, True)):

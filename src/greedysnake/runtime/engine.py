@@ -149,7 +149,8 @@ class Engine:
         self._resources = ExitStack()
         # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
         weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
-        with ExitStack() as undo:
+        # What is made under inference mode could not be trained with, wherever the engine is made.
+        with torch.inference_mode(False), ExitStack() as undo:
             undo.callback(self._resources.close)
             self._arena = self._resources.enter_context(Arena(ram, device=self.device))
             self._store: Store | None = None
