@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import greedysnake as gs
+from greedysnake.runtime.compute import compiler_options
 from greedysnake.runtime.recompute import Recompute
 from reference import OPTIMIZER, Layer, Parts, make_batches, make_parts, train_reference
 
@@ -76,3 +77,22 @@ def test_compiled_layers_draw_as_uncompiled_ones(limit: int, tmp_path: Path) -> 
         engine.evaluate(make_batches(2, 0))
         losses = [engine.step(make_batches(2, step)).loss for step in range(3)]
     assert losses == pytest.approx(wanted.losses, rel=1e-5)  # another mask in the recompute: 1e-2
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0"])
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [
+        (Layer(8, 8, dropout=0.1), True),
+        (Layer(8, 8), False),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), True),
+        (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), False),
+    ],
+)
+def test_only_layers_that_draw_lose_anything_by_the_order_of_their_draws(
+    layer: nn.Module, draws: bool, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    options = compiler_options([nn.Linear(8, 8), layer])
+    assert options.pop("fallback_random") is True
+    assert bool(options) == (draws and version < "2.13")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from greedysnake.errors import ConfigError
 from greedysnake.models.sequential import LayerGroup
@@ -42,7 +43,7 @@ class Compute:
         modules = [block.module for block in blocks if block.module is not None]
         last = len(modules) - 1
         # Layers of one structure share their compiled code; embedding and head run once per step and micro-batch.
-        options = _compiler_options()
+        options = compiler_options(modules)
         self._forward = [
             torch.compile(module, options=options) if compile and 0 < number < last else module
             for number, module in enumerate(modules)
@@ -346,15 +347,23 @@ class Compute:
         losses.add_(loss.detach())
 
 
-def _compiler_options() -> dict[str, str | int | bool | Callable[..., object]]:
+def compiler_options(modules: Sequence[nn.Module]) -> dict[str, str | int | bool | Callable[..., object]]:
     """Random numbers are drawn as in code that is not compiled, one after another. The compiler's own are others in the
     recompute where torch gives up compiling one of the two, after eight variants, and where the forward draws something
-    that no gradient depends on. Costs nothing where nothing is drawn."""
+    that no gradient depends on. The first option changes nothing where nothing is drawn."""
     options: dict[str, str | int | bool | Callable[..., object]] = {"fallback_random": True}
-    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+    is_old = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+    if is_old and any(_may_draw(part) for module in modules for part in module.modules()):
         # There draws may change places with the kernels around them; later versions keep their order.
         options |= {"reorder_for_locality": False, "reorder_for_peak_memory": False}
     return options
+
+
+def _may_draw(part: nn.Module) -> bool:
+    """Whether a module has dropout, or a number that is called so, as attention has."""
+    if isinstance(part, _DropoutNd):
+        return part.p > 0.0
+    return any("drop" in name and isinstance(value, float) and value > 0.0 for name, value in vars(part).items())
 
 
 def _parts_in_eval(module: nn.Module) -> list[nn.Module]:
