@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,35 @@ def test_thread_of_a_lane_uses_the_gpu_of_its_engine_alone(monkeypatch: pytest.M
         lane.start(device)
         lane.close()
     assert used == [("greedysnake h2d.weights", gpu)]
+
+
+class Event:
+    """Stands for a CUDA event at a known time. Distances are float32 in milliseconds, and none is backwards."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.at_s >= self.at_s
+        return float(np.float32((end.at_s - self.at_s) * 1e3))
+
+
+def test_device_times_are_as_fine_after_a_day_as_in_the_first_minutes() -> None:
+    """Lanes are asked one after another, so events come a little out of order; and once nothing is run for an hour."""
+    clock, first = Clock(torch.device("cpu")), Event(0.0)
+    clock._zeros = ((first, 0.0), (first, 0.0))  # type: ignore[assignment]
+    of_one_zero_s, errors_s = 0.0, list[float]()
+    for number in range(1, 40_000):
+        start_s = number * 2.16003719 + (3600 if number > 20_000 else 0)
+        for events in ((Event(start_s), Event(start_s + 0.7)), (Event(start_s - 2), Event(start_s - 1.3))):
+            found_s = clock.at_s(events[1]) - clock.at_s(events[0])  # type: ignore[arg-type]
+            errors_s.append(abs(found_s - 0.7))
+            of_one_zero_s = (first.elapsed_time(events[1]) - first.elapsed_time(events[0])) / 1e3
+    assert clock.at_s(events[1]) == pytest.approx(events[1].at_s, abs=5e-3)  # type: ignore[arg-type]
+    assert abs(of_one_zero_s - 0.7) > 1e-3
+    errors_s.sort()
+    assert errors_s[-1] < 3e-4  # in the minute after that hour
+    assert errors_s[-200] < 2e-5
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 8])

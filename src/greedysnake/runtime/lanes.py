@@ -69,24 +69,37 @@ class Failure:
             lane.wake()
 
 
+ZERO_EVERY_S = 60.0
+"""CUDA gives the distance of two events in milliseconds as a float32: to 8 us after a minute or two, to 4 ms after ten
+hours."""
+
+
 class Clock:
-    """One time axis for host and device: device events are placed by their distance to a first event."""
+    """One time axis for host and device: device events are placed by their distance to an earlier one, whose place is
+    known. It moves on with time, and stays that far behind that the events of all lanes come after it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._zero: torch.cuda.Event | None = None
+        self._zeros: tuple[tuple[torch.cuda.Event, float], tuple[torch.cuda.Event, float]] | None = None
+        """The event that others are placed by and the one that will be next, each with its own place."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            self._zero = torch.cuda.Event(enable_timing=True)
-            self._zero.record(torch.cuda.current_stream(device))
-            self._zero.synchronize()
+            first = torch.cuda.Event(enable_timing=True)
+            first.record(torch.cuda.current_stream(device))
+            first.synchronize()
+            self._zeros = ((first, 0.0), (first, 0.0))
         self._zero_s = time.perf_counter()
 
     def now_s(self) -> float:
         return time.perf_counter() - self._zero_s
 
     def at_s(self, event: torch.cuda.Event) -> float:
-        assert self._zero is not None
-        return float(self._zero.elapsed_time(event)) / 1e3
+        """Of an event that has ended. One thread calls this."""
+        assert self._zeros is not None
+        (zero, zero_s), following = self._zeros
+        event_s = zero_s + float(zero.elapsed_time(event)) / 1e3
+        if event_s - following[1] > ZERO_EVERY_S:
+            self._zeros = (following, (event, event_s))
+        return event_s
 
 
 class LaneRunner:
