@@ -96,6 +96,28 @@ def test_thread_of_a_lane_uses_the_gpu_of_its_engine_alone(monkeypatch: pytest.M
     assert used == [("greedysnake h2d.weights", gpu)]
 
 
+def test_op_on_a_stream_counts_as_retired_only_when_its_event_is_there() -> None:
+    lane = LaneRunner(Lane.UPLOAD, Failure(), Clock(torch.device("cpu")))
+    seen: list[bool] = []
+
+    class Events(dict[int, Running]):
+        def __setitem__(self, number: int, event: Running) -> None:
+            seen.append(lane.is_done(number))
+            super().__setitem__(number, event)
+
+    lane._events = Events()  # type: ignore[assignment]
+    lane._retire(Running())  # type: ignore[arg-type]
+    assert seen == [False]
+    assert not lane.is_done(1)
+
+
+class Running:
+    """Stands for a CUDA event that has not ended."""
+
+    def query(self) -> bool:
+        return False
+
+
 class Event:
     """Stands for a CUDA event at a known time. Distances are float32 in milliseconds, and none is backwards."""
 

@@ -306,10 +306,10 @@ class LaneRunner:
 
     def _retire(self, event: torch.cuda.Event | None = None) -> None:
         with self._lock:
-            self._num_retired += 1
-            if event is not None:
-                self._events[self._num_retired] = event
+            if event is not None:  # before it counts: who reads the count without the lock looks for the event next
+                self._events[self._num_retired + 1] = event
                 self._forget_ended()
+            self._num_retired += 1
             self._condition.notify_all()
 
     def _forget_ended(self) -> None:
