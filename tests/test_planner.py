@@ -233,3 +233,26 @@ def test_the_command_prints_tables_or_json_and_writes_a_file(tmp_path: Path) -> 
     assert "exists: give another name" in str(again.exception)
     lost = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(tmp_path / "no" / "planned.yaml")])
     assert "is no folder: make it" in str(lost.exception)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_and_filled_and_trains_within_its_room(tmp_path: Path) -> None:
+    import torch
+
+    from greedysnake.trainer import Trainer
+
+    values = with_engine(values_in(tmp_path, max_steps=3), device="cuda", dtype="bfloat16", ram="256MiB")
+    values["model"]["config"].update({"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6})
+    planned = plan(values)
+    room, total = planned.machine.room_bytes, torch.cuda.get_device_properties(0).total_memory
+    assert room is not None and 0 < room < total
+    shares = planned.chosen.config.engine.placement
+    assert (shares.activations_device, shares.weights_device) == (1.0, 1.0)
+    path = tmp_path / "planned.yaml"
+    path.write_text(planned.chosen.config.as_yaml())
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    assert Trainer(path).train().num_steps == 3
+    needed = planned.chosen.footprint.device_bytes
+    computing = total - room  # and what is left free on purpose
+    assert needed <= torch.cuda.max_memory_allocated() <= needed + computing
