@@ -147,6 +147,18 @@ class TestPlan:
             assert prepare(load_config(path)).footprint.plan == planned.chosen.footprint.plan
             assert ("it will not fit" in plan_text(planned)) == (room < needed)
 
+    @pytest.mark.parametrize("engine", [{"vram": "9000"}, {"placement": {"activations_device": 0.5}}, {"vram": "1TiB"}])
+    def test_what_was_put_on_a_gpu_by_hand_counts(
+        self, engine: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = with_engine(values_in(tmp_path), ram="2MiB", fill_ram=True, **engine)
+        values["model"]["config"]["num_hidden_layers"] = 8
+        found = plan(values)
+        for spare in range(0, 90_000, 6_000):
+            machine = replace(found.machine, room_bytes=found.given.footprint.device_bytes + spare)
+            monkeypatch.setattr(planner, "measure", lambda *_, machine=machine, **__: machine)
+            assert plan(values).chosen.footprint.device_bytes <= (machine.room_bytes or 0)
+
     def test_a_run_that_does_not_fit_is_refused_before_anything_is_measured(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -22,7 +22,7 @@ from greedysnake.config import Config
 from greedysnake.errors import PlanError, StorageError
 from greedysnake.models.sequential import Batch, BlockSource, Model
 from greedysnake.ops import Plan
-from greedysnake.placement import num_compute_blocks
+from greedysnake.placement import Home, num_compute_blocks
 from greedysnake.planning.costs import BlockTimes, Costs, Rates
 from greedysnake.planning.observe import Observed, observe
 from greedysnake.planning.simulate import Forecast, forecast
@@ -189,11 +189,10 @@ class _Expecting:
 
     def _option(self, config: Config, *, more_slots: bool, fill_device: bool) -> Option:
         machine = self._machine
+        room = machine.room_bytes if config.engine.schedule == "vertical" else None
+        if fill_device and room is not None:
+            config = replace(config, engine=replace(config.engine, vram=self._spare(config, room)))
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
-        spare = 0 if machine.room_bytes is None else machine.room_bytes - footprint.device_bytes
-        if fill_device and spare > 0 and config.engine.schedule == "vertical":
-            config = replace(config, engine=replace(config.engine, vram=Size((config.engine.vram or 0) + spare)))
-            footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
         plan = footprint.plan
         costs = Costs(plan, machine.rates, machine.times, activation_bytes=self._outlined.activation_bytes)
         count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
@@ -208,6 +207,12 @@ class _Expecting:
         )
         clipped = forecast(plan, costs, count, clipped=True) if plan.may_be_tentative else None
         return Option(replace(config, engine=engine), footprint, forecast(plan, costs, count, kind=kind), clipped)
+
+    def _spare(self, config: Config, room: int) -> Size:
+        """What is left of the device's room beside buffers and what was put there by hand."""
+        config = replace(config, engine=replace(config.engine, vram=None))
+        footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=False)
+        return Size(max(0, room - footprint.device_bytes + footprint.homes["activations"].get(Home.DEVICE, 0)))
 
 
 # The machine
