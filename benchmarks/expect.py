@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
                 continue
             found = expected(options, machine)
             drive = rate_limits(options).get("total_bytes_per_s", machine.drive)
-            gigabytes = sum(record.nbytes for record in found.records if record.lane.overlaps) / 1e9
+            gigabytes = found.least_s.get("ssd", 0.0) * drive / 1e9
             shares = [found.least_s.get(link, 0.0) / found.step_s for link in ("compute", "ssd")]
             print(
                 f"{run:<22}{drive / 1e9:>11.2f}{found.step_s:>9.2f}{tokens_per_step(options) / found.step_s:>10.0f}"

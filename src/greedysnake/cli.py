@@ -160,11 +160,14 @@ def plan(
     from greedysnake.config import load_config
 
     settings = load_config(*_file_and_overrides(config, overrides), to_train=False)
+    if out is not None and out == trace:
+        raise ConfigError(f"{out} is given for the configuration and for the timeline: give two names")
     for file in (out, trace):
         if file is not None and file.exists():
             raise ConfigError(f"{file} exists: give another name, or remove it")
-        if file is not None and not file.parent.is_dir():
-            raise ConfigError(f"{file} cannot be written: {file.parent} is no folder: make it, or give another name")
+        if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK)):
+            where = f"{file.parent} is no folder, or not yours to write in"
+            raise ConfigError(f"{file} cannot be written: {where}: make it, or give another name")
     from rich.console import Console
 
     from greedysnake.planner import plan_run

@@ -22,25 +22,27 @@ from greedysnake.config import Config
 from greedysnake.errors import PlanError, StorageError
 from greedysnake.models.sequential import Batch, BlockSource, Model
 from greedysnake.ops import Plan
-from greedysnake.placement import Home, num_compute_blocks
+from greedysnake.placement import num_compute_blocks
 from greedysnake.planning.costs import BlockTimes, Costs, Rates
 from greedysnake.planning.observe import Observed, observe
 from greedysnake.planning.simulate import Forecast, forecast
 from greedysnake.planning.solve import Choice, solve
 from greedysnake.preparation import (
     Outline,
-    choose_device,
+    device_and_configuration,
     footprint_of,
     make_model,
-    model_configuration,
     open_engine,
     outline_of,
     ram_budget,
+    require_room,
 )
 from greedysnake.runs import find_run
+from greedysnake.runtime.directory import TRIAL
 from greedysnake.runtime.drive import Bandwidth, look_at_drive
+from greedysnake.runtime.filling import homes_bytes
 from greedysnake.runtime.flat import FlatBlock
-from greedysnake.runtime.footprint import Footprint, device_bytes, nearest_existing
+from greedysnake.runtime.footprint import Footprint, device_bytes, missing_room, nearest_existing
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.settings import Size
 from greedysnake.threads import torch_threads
@@ -97,11 +99,6 @@ class Option:
         """Of steps half of which are clipped, where that makes a difference."""
         return (self.forecast.step_s + (self.clipped or self.forecast).step_s) / 2
 
-    @property
-    def written_bytes(self) -> int:
-        """To SSD in a step."""
-        return sum(record.nbytes for record in self.forecast.records if record.lane.link == "ssd_write")
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -120,15 +117,16 @@ class Planned:
 
 
 def plan_run(config: Config, say: Say) -> Planned:
-    """`say` is told what is being done. PlanError when the run does not fit into its RAM."""
+    """`say` is told what is being done. What `train` would refuse is refused here too, but for weights and data that
+    are not there yet."""
     run = find_run(config)
-    device, ram = choose_device(config.engine.device), ram_budget(config)
-    model_config = model_configuration(config, is_new=run is None)
-    model = make_model(config, model_config)
+    device, model_config = device_and_configuration(config, is_new=run is None)
+    model, ram = make_model(config, model_config), ram_budget(config)
     stored = stored_in(config.storage[0]) if run else None
     outlined = outline_of(config, model, model_config, ram, stored)
-    plan = footprint_of(config, outlined, ram, stored).plan  # or a refusal, before anything is measured
-    machine = measure(config, model, model_config, outlined, plan, device=device, ram=ram, say=say)
+    footprint = footprint_of(config, outlined, ram, stored)
+    require_room(config, footprint)  # a run that does not fit is refused before anything is measured
+    machine = measure(config, model, model_config, outlined, footprint.plan, device=device, ram=ram, say=say)
     expecting = _Expecting(config, machine, outlined, ram, stored)
     given = expecting.as_configured()
     say("looking for the best alpha and slots")
@@ -151,6 +149,22 @@ class _Expecting:
         return self._option(self._config, more_slots=True, fill_device=False)
 
     def best(self, given: Option) -> tuple[Option, Choice]:
+        """Of what is not set. Whether updates wait for the norm is decided by what it saves here, if there is room."""
+        found = [self.fastest(given)]
+        engine = self._config.engine
+        if engine.optimistic is None and self._config.may_be_optimistic and not given.footprint.plan.may_be_tentative:
+            other = replace(self._config, engine=replace(engine, optimistic=True))
+            trying = _Expecting(other, self._machine, self._outlined, self._ram, self._stored)
+            try:
+                start = trying.as_configured()
+                if not missing_room(start.footprint, other.storage):
+                    found.append(trying.fastest(start))
+            except PlanError:
+                pass  # no RAM for it
+        return min(found, key=lambda each: each[0].typical_s)
+
+    def fastest(self, given: Option) -> tuple[Option, Choice]:
+        """By alpha and slots alone."""
         plan, alpha = given.footprint.plan, self._config.engine.alpha
         start = Choice(alpha, plan.slots.updates, plan.slots.staging)
         found = {} if self._machine.room_bytes else {start: given}
@@ -190,7 +204,7 @@ class _Expecting:
     def _option(self, config: Config, *, more_slots: bool, fill_device: bool) -> Option:
         machine = self._machine
         room = machine.room_bytes if config.engine.schedule == "vertical" else None
-        if fill_device and room is not None:
+        if fill_device and room is not None and not config.engine.placement.graphs_device:  # whose size is not known
             config = replace(config, engine=replace(config.engine, vram=self._spare(config, room)))
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
         plan = footprint.plan
@@ -212,7 +226,9 @@ class _Expecting:
         """What is left of the device's room beside buffers and what was put there by hand."""
         config = replace(config, engine=replace(config.engine, vram=None))
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=False)
-        return Size(max(0, room - footprint.device_bytes + footprint.homes["activations"].get(Home.DEVICE, 0)))
+        count = config.training.gradient_accumulation_steps
+        by_hand = homes_bytes(footprint.plan, count, self._outlined.activation_bytes)
+        return Size(max(0, room - footprint.device_bytes + by_hand))
 
 
 # The machine
@@ -268,18 +284,20 @@ def _typical(times: Sequence[BlockTimes]) -> BlockTimes:
 
 
 def _bandwidth(directories: Sequence[Path]) -> Bandwidth:
-    """Of all drives together; two directories on one drive do not make it faster."""
-    found: dict[int | None, Bandwidth] = {}
+    """Of all drives together. Every directory gets as many bytes as any other, so the slowest drive sets the pace, and
+    one that has two of them has twice as much to do."""
+    found: dict[int | None, tuple[Bandwidth, int]] = {}
     for directory in directories:
         drive = look_at_drive(directory)
         if drive.bandwidth is None:
-            raise StorageError(f"engine.storage: how fast {directory} is cannot be measured: {drive.why_no_bandwidth}")
-        found[drive.device_number] = drive.bandwidth
-    return Bandwidth(
-        sum(each.read_bytes_per_s for each in found.values()),
-        sum(each.write_bytes_per_s for each in found.values()),
-        sum(each.mixed_bytes_per_s for each in found.values()),
-    )
+            why = drive.write_error or drive.why_no_bandwidth
+            raise StorageError(f"engine.storage: how fast {directory} is cannot be measured: {why}")
+        found[drive.device_number] = (drive.bandwidth, found.get(drive.device_number, (None, 0))[1] + 1)
+
+    def together(name: str) -> float:
+        return len(directories) * min(float(getattr(each, name)) / count for each, count in found.values())
+
+    return Bandwidth(together("read_bytes_per_s"), together("write_bytes_per_s"), together("mixed_bytes_per_s"))
 
 
 class _Shortened:
@@ -309,6 +327,11 @@ def _kinds(blocks: Sequence[FlatBlock], layer_types: Sequence[str] | None) -> li
     return list(kinds.values())
 
 
+def _num_tried(config: Config) -> int:
+    """Micro-batches of the short training: no more than the run has, whose activations fit."""
+    return min(TRIAL_MICRO_BATCHES, config.training.gradient_accumulation_steps)
+
+
 def _batches(config: Config, vocabulary: int) -> list[Batch]:
     """Micro-batches of the run's shape, of random tokens; packed rows have two documents."""
     training, length = config.training, config.training.sequence_length
@@ -316,7 +339,7 @@ def _batches(config: Config, vocabulary: int) -> list[Batch]:
     half = torch.arange(length) % (length // 2)
     generator = torch.Generator().manual_seed(training.seed)
     batches: list[Batch] = []
-    for _ in range(TRIAL_MICRO_BATCHES):
+    for _ in range(_num_tried(config)):
         ids = torch.randint(vocabulary, shape, generator=generator)
         with_documents = (
             {"position_ids": half.expand(shape)} if config.data.packing else {"attention_mask": torch.ones_like(ids)}
@@ -351,7 +374,7 @@ def _try(
         free_bytes = torch.cuda.mem_get_info()[0]
         torch.cuda.reset_peak_memory_stats()
     with ExitStack() as resources:
-        folder = tempfile.TemporaryDirectory(prefix=".greedysnake-plan-", dir=_beside(config.storage[0]))
+        folder = tempfile.TemporaryDirectory(prefix=TRIAL, dir=_beside(config.storage[0]))
         options = replace(config.engine, storage=(resources.enter_context(folder),), single_slot=False)
         trial = replace(config, engine=options)
         engine = resources.enter_context(
@@ -366,6 +389,6 @@ def _try(
         seen = observe(engine.records, engine.plan)
         if device != "cuda":
             return seen, None
-        held_bytes = device_bytes(engine.plan, TRIAL_MICRO_BATCHES, activation_bytes)
+        held_bytes = device_bytes(engine.plan, _num_tried(config), activation_bytes)
         computing_bytes = torch.cuda.max_memory_allocated() - held_bytes
         return seen, int(USED_VRAM * free_bytes) - computing_bytes

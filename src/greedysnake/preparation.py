@@ -83,21 +83,16 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
     run = find_run(config)
     with _key("training."):
         require_trackers(config.training.report_to)
-    device = choose_device(config.engine.device)
-    _require_compiler(config, device)
-    model_config = model_configuration(config, is_new=run is None)
-    _require_positions(config, model_config)
+    device, model_config = device_and_configuration(config, is_new=run is None)
     if run is None:  # else the values come from the checkpoint
         _require_weights(config)
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config)
-    _require_machine(config)
     stored = stored_in(config.storage[0]) if run else None
     outlined = outline_of(config, model, model_config, ram, stored)
     footprint = footprint_of(config, outlined, ram, stored)
-    with _key("engine.storage: "):
-        require_disk(footprint, config.storage)
+    require_room(config, footprint)
     find_sources("data.validation_paths", config.data.validation_paths or ())  # before the rest is tokenised
     train = batches_of(config, tokenizer, "train", progress)
     _require_vocabulary(config, model_config, train)
@@ -110,6 +105,22 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
         _require_vocabulary(config, model_config, validation)
     values = values_of(model_config)
     return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, values, run)
+
+
+def device_and_configuration(config: Config, *, is_new: bool) -> tuple[str, Any]:
+    """The device, and transformers' configuration of the model; ConfigError when a run cannot have them."""
+    device = choose_device(config.engine.device)
+    _require_compiler(config, device)
+    _require_machine(config)
+    model_config = model_configuration(config, is_new=is_new)
+    _require_positions(config, model_config)
+    return device, model_config
+
+
+def require_room(config: Config, footprint: Footprint) -> None:
+    """PlanError or StorageError, beginning with engine.storage, when the drives have no room for a run."""
+    with _key("engine.storage: "):
+        require_disk(footprint, config.storage)
 
 
 def open_engine(

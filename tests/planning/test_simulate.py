@@ -48,7 +48,7 @@ def test_a_step_that_only_computes_takes_the_sum_of_its_ops() -> None:
     plan = make_plan(5)
     found = forecast(plan, costs_of(plan, INSTANT, forward_s=1.0, backward_s=3.0), 4)
     assert found.step_s == pytest.approx(4 * (4 * 1.0 + 5 * 3.0))  # the last block has no forward of its own
-    assert found.busy_s["compute"] == pytest.approx(found.step_s)
+    assert found.least_s["compute"] == pytest.approx(found.step_s)
 
 
 def test_a_step_that_only_stores_takes_what_its_bytes_need() -> None:
@@ -56,7 +56,7 @@ def test_a_step_that_only_stores_takes_what_its_bytes_need() -> None:
     read, write = step_ssd_bytes(plan, 2)
     found = forecast(plan, costs_of(plan, replace(INSTANT, ssd_bytes_per_s=1e6)), 2)
     assert found.step_s == pytest.approx((read + write) / 1e6)
-    assert found.busy_s["ssd"] == pytest.approx(found.step_s)
+    assert found.least_s["ssd"] == pytest.approx(found.step_s)
 
 
 def test_a_kept_graph_is_not_computed_again() -> None:

@@ -19,8 +19,8 @@ from greedysnake.planning.costs import Costs
 from greedysnake.trace import Record, union_s
 
 ALIKE = 1e-3
-"""Two steps that differ by a smaller share of their time are alike."""
-FEWEST_STEPS, MOST_STEPS = 4, 8
+"""Times that differ by a smaller share are alike."""
+FEWEST_STEPS, MOST_STEPS, AVERAGED = 6, 12, 4
 """The first ones have the start in them; where updates may be tentative, the third is the first that is."""
 SSD = "ssd"
 NOTHING_S = 1e-12
@@ -36,6 +36,8 @@ class _Lane:
     waiting: deque[_Waiting] = field(default_factory=deque)
     under_way: deque[_Job] = field(default_factory=deque)
     num_over: int = 0
+    is_blocked: bool = False
+    """Its thread found nothing to start, and waits for the oldest op that it has under way."""
 
 
 @dataclass(slots=True)
@@ -140,9 +142,13 @@ class Simulation:
             changed = False
             for state in self._lanes.values():
                 waiting = state.waiting
+                if state.is_blocked:
+                    continue
                 while waiting and len(state.under_way) < state.depth and _is_ready(waiting[0]):
                     self._start(state, waiting.popleft())
                     changed = True
+        for state in self._lanes.values():
+            state.is_blocked = bool(state.under_way)
 
     def _start(self, state: _Lane, starting: _Waiting) -> None:
         op = starting.op
@@ -182,6 +188,7 @@ class Simulation:
         while state.under_way and state.under_way[0].is_over:
             over = state.under_way.popleft()
             state.num_over += 1
+            state.is_blocked = False
             self.records.append(Record(over.step, over.op, state.lane, over.start_s, self.now_s, over.nbytes))
 
 
@@ -199,45 +206,59 @@ def link_of(lane: Lane) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step among others like it, as it is expected to be."""
+    """Steps as they are expected to be, on average over some."""
 
     step_s: float
     least_s: Mapping[str, float]
-    """Of each link (compute, h2d, d2h, cpu, and the drives as "ssd"), how long it needs for a step's work."""
-    busy_s: Mapping[str, float]
-    """For how much of the step it was busy; at least so long, as its lanes may have to take turns with others."""
+    """Of each link (compute, h2d, d2h, cpu, and the drives as "ssd"), how long it needs for a step's work: the drives
+    as they work here, which may be faster or slower in one direction alone."""
+    written_bytes: float
+    """To the drives in a step."""
     records: Sequence[Record]
-    """What ended in the step, on a clock that began with the first step."""
-    start_s: float
-    """When it began on that clock."""
+    """What ended in the last step, on a clock that began with the first."""
 
     @property
     def bound(self) -> str:
-        """The link that needs longest: no step can be shorter than that."""
+        """The link that needs longest: no such step can be shorter than that."""
         return max(self.least_s, key=lambda link: self.least_s[link])
 
 
 def forecast(
     plan: Plan, costs: Costs, num_micro_batches: int, *, kind: str = "vertical", clipped: bool = False
 ) -> Forecast:
-    """A step after so many that it is like the one before. Where updates may come before the norm is known, all steps
-    are `clipped`, so that they wait for it, or none is."""
+    """The mean over the last of so many steps that it does not change any more; they may alternate. Where updates may
+    come before the norm is known, all steps are `clipped`, so that they wait for it, or none is."""
     simulation = Simulation(costs)
-    start_s = end_s = before_s = 0.0
-    for number, now_s in enumerate(steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped)):
-        before_s, start_s, end_s = end_s - start_s, end_s, now_s
-        is_alike = abs(end_s - start_s - before_s) <= ALIKE * before_s
-        if number + 1 >= FEWEST_STEPS and (is_alike or number + 1 == MOST_STEPS):
+    ends_s = [0.0]
+    for now_s in steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped):
+        ends_s.append(now_s)
+        if len(ends_s) > FEWEST_STEPS and (len(ends_s) > MOST_STEPS or _is_settled(ends_s)):
             break
-    records = [record for record in simulation.records if record.end_s > start_s]
-    spans: dict[str, list[tuple[float, float]]] = {}
-    least_s: dict[str, float] = {}
-    for record in records:
-        link = link_of(record.lane)
-        spans.setdefault(link, []).append((max(record.start_s, start_s), record.end_s))
-        least_s[link] = least_s.get(link, 0.0) + costs.seconds(record.op)
-    busy_s = {link: union_s(values) for link, values in spans.items()}
-    return Forecast(end_s - start_s, least_s, busy_s, records, start_s)
+    start_s, end_s = ends_s[-1 - AVERAGED], ends_s[-1]
+    spans: list[tuple[float, float]] = []
+    total_s = {"compute": 0.0}
+    written_bytes = 0
+    for record in simulation.records:
+        if record.end_s <= start_s:
+            continue
+        written_bytes += record.nbytes * (record.lane.link == "ssd_write")
+        if record.lane.overlaps:
+            spans.append((max(record.start_s, start_s), record.end_s))
+        else:
+            total_s[record.lane.link] = total_s.get(record.lane.link, 0.0) + costs.seconds(record.op)
+    total_s |= {SSD: union_s(spans)} if spans else {}  # with anything under way the drives are at work
+    return Forecast(
+        (end_s - start_s) / AVERAGED,
+        {link: value / AVERAGED for link, value in total_s.items()},
+        written_bytes / AVERAGED,
+        [record for record in simulation.records if record.end_s > ends_s[-2]],
+    )
+
+
+def _is_settled(ends_s: Sequence[float]) -> bool:
+    """Whether the last two steps take together as long as the two before."""
+    last_s, before_s = ends_s[-1] - ends_s[-3], ends_s[-3] - ends_s[-5]
+    return abs(last_s - before_s) <= ALIKE * before_s
 
 
 def steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +64,7 @@ def _along(seconds: Seconds, start: Choice, name: str, values: Sequence[Any], le
             if seconds(best) <= least_s * (1 + WORTH_IT):
                 return best
             following = replace(best, **{name: value})
-            if seconds(following) > seconds(best) * (1 - WORTH_IT):
+            if not seconds(following) <= seconds(best) * (1 - WORTH_IT) < math.inf:
                 break
             best = following
         if best != start:

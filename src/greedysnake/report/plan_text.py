@@ -64,9 +64,10 @@ def plan_text(planned: Planned) -> str:
     last = planned.larger[-1] if planned.larger else chosen
     lines = [
         "batches: micro-batches of a step; last columns: share of the step that a resource needs, the bound has 100%",
-        f"best with {', '.join(changes)}" if changes else "nothing that could be set would make it faster",
-        f"{chosen.written_bytes / 1e9:.3g} GB are written to SSD per step, "
-        f"{chosen.written_bytes / chosen.forecast.step_s * DAY_S / 1e12:.3g} TB per day",
+        f"best with {', '.join(changes)}" if changes else "no other alpha or number of slots was found to be faster",
+        f"{format_size(sum(chosen.footprint.disk_bytes))} of disk, room for checkpoints included; "
+        f"{chosen.forecast.written_bytes / 1e9:.3g} GB are written to SSD per step, "
+        f"{chosen.forecast.written_bytes / chosen.forecast.step_s * DAY_S / 1e12:.3g} TB per day",
     ]
     if chosen.clipped and chosen.clipped.step_s > 1.01 * chosen.forecast.step_s:
         lines.insert(2, f"a step that is clipped waits for the norm and takes {chosen.clipped.step_s:.3g} s")
@@ -90,6 +91,7 @@ def plan_text(planned: Planned) -> str:
 def as_json(planned: Planned) -> dict[str, object]:
     return {
         "device": planned.machine.device,
+        "device_room_bytes": planned.machine.room_bytes,
         "rates": {name: _finite(value) for name, value in vars(planned.machine.rates).items()},
         "times": [vars(each) for each in planned.machine.times],
         **{
@@ -110,7 +112,9 @@ def _option_json(option: Option) -> dict[str, object]:
         "clipped_step_s": option.clipped.step_s if option.clipped else None,
         "bound": option.forecast.bound,
         "least_s": dict(option.forecast.least_s),
-        "ssd_written_bytes": option.written_bytes,
+        "ssd_written_bytes": round(option.forecast.written_bytes),
+        "device_bytes": option.footprint.device_bytes,
+        "optimistic": plan.may_be_tentative,
         "ram_bytes": option.footprint.ram_bytes,
         "disk_bytes": sum(option.footprint.disk_bytes),
         "alpha": engine.alpha,
@@ -130,6 +134,8 @@ def _changes(given: Option, chosen: Option) -> Iterator[str]:
     before, after = given.config.engine, chosen.config.engine
     if before.alpha != after.alpha:
         yield f"engine.alpha {after.alpha:g} instead of {before.alpha:g}"
+    if chosen.footprint.plan.may_be_tentative and not given.footprint.plan.may_be_tentative:
+        yield "engine.optimistic true"
     for name in ("activations_device", "weights_device"):
         had, has = getattr(before.placement, name), getattr(after.placement, name)
         if had != has:

@@ -206,10 +206,14 @@ class StoreDirectory:
             sync(self.path)
 
 
+TRIAL = ".greedysnake-plan-"
+"""How the folders begin in which `plan` trains for a moment."""
+
+
 def refuse_foreign_files(path: Path) -> None:
     """StorageError when a directory that is there holds what no store has put there."""
     with explained("list", path):
-        names = set(os.listdir(path)) - _OF_THE_FILESYSTEM
+        names = {name for name in os.listdir(path) if not name.startswith(TRIAL)} - _OF_THE_FILESYSTEM
     foreign = sorted(names - (_OURS if IDENTITY in names else _BEFORE_IDENTITY))
     if not foreign:
         return

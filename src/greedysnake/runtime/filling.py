@@ -64,10 +64,7 @@ def fill_device(
     then weights of the last layers, which are then fetched once. Shares that are not 0 stay, and count."""
 
     def taken(placement: Placement) -> int:
-        plan = make_plan(placement)
-        kept = [block.num_params for block in plan.blocks if block.pool == "kept"]
-        on_device = plan.count_homes(num_micro_batches)[Home.DEVICE] * page_aligned(activation_bytes)
-        return on_device + len(kept) * max(kept, default=0) * plan.precision.weight_bytes
+        return homes_bytes(make_plan(placement), num_micro_batches, activation_bytes)
 
     num_layers = make_plan(placement).num_compute - 2
     axes = (("activations_device", 1.0 - _set_by_hand(placement), PARTS), ("weights_device", 1.0, num_layers))
@@ -77,6 +74,13 @@ def fill_device(
             share = _largest_share(lambda tried, tries=tries: taken(tries(tried)) <= vram, num_parts)  # type: ignore[misc]
             placement = tries(share)
     return placement
+
+
+def homes_bytes(plan: Plan, num_micro_batches: int, activation_bytes: int) -> int:
+    """What lives on the device from forward to backward: activations, and weights of layers that are kept."""
+    kept = [block.num_params for block in plan.blocks if block.pool == "kept"]
+    on_device = plan.count_homes(num_micro_batches)[Home.DEVICE] * page_aligned(activation_bytes)
+    return on_device + len(kept) * max(kept, default=0) * plan.precision.weight_bytes
 
 
 def _with_share(placement: Placement, name: str, most: float, share: float) -> Placement:

@@ -181,7 +181,7 @@ class Runner:
 
     def _error(self) -> BaseException:
         error, op = self._failure.error, self._failure.op
-        if error is None or op is None or isinstance(error, KeyboardInterrupt):
+        if error is None or op is None or isinstance(error, KeyboardInterrupt | SystemExit):
             return error or ConfigError("the engine was stopped")
         return with_op(error, str(op))
 
