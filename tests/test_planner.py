@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from families import EXPERTS, MIXED, SIZES
 from greedysnake import cli, planner, settings
 from greedysnake.config import load_config
-from greedysnake.errors import PlanError, StorageError
+from greedysnake.errors import ConfigError, PlanError, StorageError
 from greedysnake.planner import Machine, Planned, plan_run
 from greedysnake.planning.costs import BlockTimes, Rates
 from greedysnake.preparation import prepare
@@ -166,6 +166,24 @@ class TestPlan:
         with pytest.raises(PlanError, match=r"^engine\.ram: needs"):
             plan(with_engine(values_in(tmp_path), ram="64KiB"))
 
+    def test_what_train_refuses_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(planner, "look_at_drive", None)
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "thesis.txt").write_text("")
+        for values, words in (
+            (with_engine(values_in(tmp_path), storage=[str(tmp_path / "mine")]), "not part of a GreedySnake store"),
+            (with_engine(values_in(tmp_path), ram="100TiB"), "the machine has"),
+            (values_in(tmp_path, sequence_length=65), "positions"),
+        ):
+            with pytest.raises((PlanError, StorageError, ConfigError), match=words):
+                plan(values)
+
+    def test_a_run_of_one_large_micro_batch_is_tried_with_one(self, tmp_path: Path) -> None:
+        values = values_in(tmp_path, gradient_accumulation_steps=1, per_device_train_batch_size=64)
+        values = with_engine(values, ram="1300KiB")
+        prepare(load_config(values))
+        assert plan(values).given.footprint.ram_bytes <= 1300 << 10
+
     def test_a_drive_that_cannot_be_measured_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drive = Drive("x", exists=True, why_no_bandwidth="12 MiB are free, measuring asks for 1 GiB")
         monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
@@ -241,6 +259,8 @@ def test_the_command_prints_tables_or_json_and_writes_a_file(tmp_path: Path) -> 
     assert found["rates"]["ssd_bytes_per_s"] == FAST.mixed_bytes_per_s
     again = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(out)])
     assert "exists: give another name" in str(again.exception)
+    both = ["--out", str(tmp_path / "x"), "--trace", str(tmp_path / "x")]
+    assert "give two names" in str(CliRunner().invoke(cli.app, ["plan", str(config), *both]).exception)
     lost = CliRunner().invoke(cli.app, ["plan", str(config), "--out", str(tmp_path / "no" / "planned.yaml")])
     assert "is no folder, or not yours" in str(lost.exception)
 

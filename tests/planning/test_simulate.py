@@ -113,6 +113,16 @@ def test_a_lane_of_the_drives_has_three_ops_under_way_and_they_end_in_order() ->
     assert [str(record.op) for record in simulation.records] == [f"S1.{index}" for index in range(5)]
 
 
+def test_a_lane_that_finds_nothing_to_start_waits_for_its_oldest_op() -> None:
+    """As the engine's threads do: the second read could start at 0.5, and its lane sleeps until the first has ended."""
+    simulation = Simulation(costs_of(make_plan(), replace(INSTANT, ssd_bytes_per_s=100.0), forward_s=0.5))
+    first, later = op(Kind.LOAD_STATE, 1, nbytes=100), op(Kind.LOAD_STATE, 2, reads="x", nbytes=100)
+    simulation.submit([first, op(Kind.FORWARD, 0, writes="x"), later], 0)
+    simulation.run()
+    starts = {str(record.op): record.start_s for record in simulation.records}
+    assert starts == pytest.approx({"F0.0": 0.0, "S1.0": 0.0, "S2.0": 1.0})
+
+
 def test_one_direction_alone_has_a_speed_of_its_own() -> None:
     rates = replace(INSTANT, ssd_bytes_per_s=100.0, ssd_read_bytes_per_s=50.0, ssd_write_bytes_per_s=200.0)
     simulation = Simulation(costs_of(make_plan(), rates))

@@ -45,3 +45,8 @@ def test_a_step_that_cannot_be_beaten_ends_the_search() -> None:
 
     assert solve(step_s, START, least_s=5.0) == START
     assert tried == [START]
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan])
+def test_a_search_among_what_does_not_fit_ends(seconds: float) -> None:
+    assert solve(lambda choice: seconds, START) == START
