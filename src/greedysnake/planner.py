@@ -130,7 +130,7 @@ def plan_run(config: Config, say: Say) -> Planned:
     expecting = _Expecting(config, machine, outlined, ram, stored)
     given = expecting.as_configured()
     say("looking for the best alpha and slots")
-    chosen, choice = expecting.best(given)
+    chosen, choice, expecting = expecting.best(given)
     say("looking at larger steps")
     return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)))
 
@@ -148,9 +148,10 @@ class _Expecting:
     def as_configured(self) -> Option:
         return self._option(self._config, more_slots=True, fill_device=False)
 
-    def best(self, given: Option) -> tuple[Option, Choice]:
-        """Of what is not set. Whether updates wait for the norm is decided by what it saves here, if there is room."""
-        found = [self.fastest(given)]
+    def best(self, given: Option) -> tuple[Option, Choice, _Expecting]:
+        """The best of what is not set, and who expects that. Whether updates wait for the norm is decided by what it
+        saves here, if there is room."""
+        found = [(*self.fastest(given), self)]
         engine = self._config.engine
         if engine.optimistic is None and self._config.may_be_optimistic and not given.footprint.plan.may_be_tentative:
             other = replace(self._config, engine=replace(engine, optimistic=True))
@@ -158,7 +159,7 @@ class _Expecting:
             try:
                 start = trying.as_configured()
                 if not missing_room(start.footprint, other.storage):
-                    found.append(trying.fastest(start))
+                    found.append((*trying.fastest(start), trying))
             except PlanError:
                 pass  # no RAM for it
         return min(found, key=lambda each: each[0].typical_s)
