@@ -54,12 +54,14 @@ def make_plan(
     placement: Placement | None = None,
     slots: Slots | None = None,
     tentative: bool = False,
+    num_ranks: int = 1,
 ) -> Plan:
     """Embedding, layers and head of equal shape, all trainable, everything on SSD."""
     pools = ["ends", *["layers"] * (num_blocks - 2), "ends"][:num_blocks] if num_blocks > 1 else ["layers"]
     blocks = [make_block(f"block {index}", chunks, (), pool) for index, pool in enumerate(pools)]
     if shared:
         blocks.append(make_block("shared", (1,), (), "shared"))
+    blocks = [replace(block, num_ranks=num_ranks) for block in blocks]
     placement = placement or Placement()
     return Plan(
         tuple(blocks),
@@ -110,7 +112,8 @@ def plans(draw: st.DrawFn, *, spills: bool = True) -> Plan:
         graphs_device=draw(fractions) if spills else 0.0,
         weights_device=draw(fractions) if spills else 0.0,
     )
-    blocks = list(keep_on_device(blocks, placement))
+    num_ranks = draw(st.sampled_from([1, 1, 2, 3]))
+    blocks = [replace(block, num_ranks=num_ranks) for block in keep_on_device(blocks, placement)]
     slots = Slots(*(draw(st.integers(1, 4)) for _ in range(5)))
     clipping = draw(st.booleans())
     tentative = clipping and draw(st.booleans())

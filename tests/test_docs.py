@@ -137,7 +137,7 @@ def test_every_message_of_an_error_is_in_troubleshooting() -> None:
 
 def messages_in(path: Path) -> list[str]:
     """What errors are raised with, dots for the values."""
-    kinds = {"ConfigError", "PlanError", "StorageError", "OpError", "GreedySnakeError", "RowError"}
+    kinds = {"ConfigError", "PlanError", "StorageError", "OpError", "RankError", "GreedySnakeError", "RowError"}
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args]
     return [text_of(call.args[0]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in kinds]
 

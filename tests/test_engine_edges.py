@@ -19,7 +19,6 @@ from torch.nn import functional
 import greedysnake as gs
 from greedysnake.placement import Home
 from greedysnake.runtime import arguments
-from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.updates import Updates
 from reference import (
@@ -98,16 +97,16 @@ class PoisonedHead(Head):
         return super().forward(hidden, batch) * float("nan")
 
 
-def test_skipped_step_is_told_without_waiting_for_the_cpu(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """The verdict falls on the CPU lane, which may come to it after step() has returned."""
+def test_skipped_step_is_told_when_its_verdict_comes_late(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """The verdict falls on a lane of the CPU, which may come to it after everything else has ended."""
     parts = make_parts(frozen=["embed", "layers"])
     model = Parts(parts.embed, parts.layers, PoisonedHead(37, 32))
     released = threading.Event()
     with delayed(Updates, "decide", released), make_engine(model, tmp_path) as engine:
+        threading.Timer(0.2, released.set).start()
         result = engine.step(make_batches(1, 0))
         assert result.skipped and engine.num_skipped == 1
         assert not [warning for warning in recwarn if "is not finite" in str(warning.message)]
-        released.set()
 
 
 @contextmanager
@@ -299,9 +298,9 @@ def held_up(seconds: float) -> Iterator[None]:
     """A step takes this much longer, without anyone being busy."""
     method = gs.Engine._prepare
 
-    def slow(self: gs.Engine, context: StepContext) -> None:
+    def slow(self: gs.Engine, *arguments: Any) -> None:
         time.sleep(seconds)
-        method(self, context)
+        method(self, *arguments)
 
     gs.Engine._prepare = slow  # type: ignore[method-assign]
     try:

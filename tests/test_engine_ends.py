@@ -21,6 +21,7 @@ from greedysnake.runtime import directory
 from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.calls import Call
 from greedysnake.runtime.lanes import LaneRunner
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.steps import Steps
 from reference import make_batches, make_engine, make_parts
@@ -55,6 +56,7 @@ def test_interrupt_between_two_ops_closes_the_engine(tmp_path: Path) -> None:
     ended = run_script(
         """
 engine.save()
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.steps import Steps
 from greedysnake.runtime.updates import Updates
@@ -299,7 +301,7 @@ def test_interrupt_while_lanes_are_started_leaves_no_thread(monkeypatch: pytest.
 
     monkeypatch.setattr(LaneRunner, "start", start_three)
     with pytest.raises(KeyboardInterrupt):
-        Runner(torch.device("cpu"))
+        Runner(torch.device("cpu"), Ranks(torch.device("cpu")))
     assert threading.active_count() == num_threads
 
 

@@ -17,12 +17,20 @@ from hypothesis import strategies as st
 from greedysnake.errors import ConfigError, PlanError, VerifyError
 from greedysnake.holdings import resources_of
 from greedysnake.ops import Cursor, Kind, Lane, Op, Plan, Resource
-from greedysnake.placement import Placement, Slots
+from greedysnake.placement import Placement, Slots, chunk_homes
 from greedysnake.report.schedule_text import example_plan, schedule_text
 from greedysnake.schedule import horizontal
 from greedysnake.shapes import GRANULE, total_params
-from greedysnake.verify import Listing, check_order, dependencies, step_device_bytes, step_ssd_bytes, verify
-from schedules import make_listings, make_plan, plans
+from greedysnake.verify import (
+    Listing,
+    check_order,
+    dependencies,
+    step_device_bytes,
+    step_net_bytes,
+    step_ssd_bytes,
+    verify,
+)
+from schedules import fractions, make_listings, make_plan, plans
 
 
 def kinds(*training: str) -> st.SearchStrategy[list[tuple[str, int]]]:
@@ -229,6 +237,35 @@ def test_without_enough_slots_nothing_runs_out() -> None:
     verify(plan, make_listings(plan, [("vertical", 9), ("evaluation", 4), ("vertical", 1), ("flush", 0)]))
 
 
+# Several ranks
+
+
+def test_weights_come_from_other_ranks_twice_and_gradients_go_to_them_once() -> None:
+    plan = make_plan(4, alpha=0.5, chunks=(1,), num_ranks=4)
+    verify(plan, make_listings(plan, [("vertical", 5)] * 3))
+    others = 3 * GRANULE  # of a block, for each of its own
+    assert step_net_bytes(plan, 5) == (others * 2 * (3 * 2 + 1), others * 4 * 4)
+    assert step_net_bytes(make_plan(4), 5) == (0, 0)
+
+
+@given(plans(), kinds("vertical"), st.data())
+def test_ranks_meet_in_the_same_order_whatever_each_holds_where(
+    plan: Plan, listed: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    """Else they would wait for each other. Homes, late updates and numbers of micro-batches are a rank's own affair."""
+    blocks = [replace(block, num_ranks=2) for block in plan.blocks]
+    placement = replace(plan.placement, weights_ram=data.draw(fractions), optimizer_ram=data.draw(fractions))
+    homes = chunk_homes(blocks, placement, alpha=data.draw(fractions), clipping=plan.clipping)
+    slots = replace(plan.slots, staging=data.draw(st.integers(1, 4)), updates=data.draw(st.integers(1, 4)))
+    theirs = replace(plan, blocks=tuple(blocks), homes=homes, placement=placement, slots=slots)
+    more = [(kind, count and data.draw(st.integers(1, 4))) for kind, count in listed]
+    meetings = [
+        [str(op) for listing in make_listings(each, order) for op in listing.ops if op.lane.link == "net"]
+        for each, order in ((replace(plan, blocks=tuple(blocks)), listed), (theirs, more))
+    ]
+    assert meetings[0] == meetings[1]
+
+
 # Broken schedules
 
 
@@ -284,6 +321,11 @@ BROKEN = {
         4,
     ),
     "horizontal": (make_plan(3, alpha=0.5, placement=Placement(0.2, 0.2, 0.2, 0.4)), "horizontal", 2),
+    "ranks": (
+        make_plan(4, shared=True, alpha=0.5, placement=Placement(0.3, 0.5, 0.2, 0.4, 0.2, 0.5), num_ranks=2),
+        "vertical",
+        3,
+    ),
 }
 
 
@@ -341,8 +383,8 @@ def test_the_sample_in_the_docs_is_what_the_command_prints() -> None:
 @pytest.mark.parametrize("kind", ["vertical", "horizontal"])
 @pytest.mark.parametrize("clipping", [False, True])
 def test_every_op_of_a_step_is_printed_once_and_explained(kind: str, clipping: bool) -> None:
-    text = schedule_text(blocks=5, micro_batches=4, alpha=0.5, clipping=clipping, kind=kind, chunks=3)
-    plan = example_plan(5, 3, 0.5, clipping)
+    text = schedule_text(blocks=5, micro_batches=4, alpha=0.5, clipping=clipping, kind=kind, chunks=3, ranks=2)
+    plan = example_plan(5, 3, 0.5, clipping, 2)
     ops = make_listings(plan, [(kind, 4)] * 2)[1].ops
     body, legend = text.split("LEGEND")
     printed = Counter(re.findall(r"\b[A-Z]\d+\.\d+", body))

@@ -141,6 +141,26 @@ def export(
 
 
 @app.command()
+def reshard(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a training.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the new run.", show_default=False)],
+    ranks: Annotated[int, typer.Option(help="How many processes it is for, one per GPU.", show_default=False)],
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Its directories, one per drive; else in OUT.", show_default=False),
+    ] = None,
+) -> None:
+    """Copy a run so that it goes on with another number of GPUs. The old one stays as it is."""
+    from greedysnake.resharding import reshard_run
+
+    _clean_up_when_told_to_end()
+    new = reshard_run(run, out, ranks, storage=storage or ())
+    start = "greedysnake" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m greedysnake"
+    file = shlex.quote(str(Path(new.output_dir) / "run.yaml"))
+    print(f"wrote {out}: it goes on with {start} train {file}")
+
+
+@app.command()
 def plan(
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -266,6 +286,7 @@ def schedule(
     kind: Annotated[str, typer.Option(help="vertical or horizontal.")] = "vertical",
     chunks: Annotated[int, typer.Option(help="Chunks per block.")] = 2,
     steps: Annotated[int, typer.Option(help="Steps to print.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks that share the model, one per GPU.")] = 1,
 ) -> None:
     """Print a training step as the operations that the engine runs, block by block."""
     from greedysnake.report.schedule_text import schedule_text
@@ -278,6 +299,7 @@ def schedule(
         kind=kind,
         chunks=chunks,
         steps=steps,
+        ranks=ranks,
     )
     print(text.rstrip("\n"))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from greedysnake.errors import VerifyError
-from greedysnake.holdings import Gradient, Listing, State, Tensor, Weight, chunks_of, resources_of, show
+from greedysnake.holdings import Gradient, Listing, Others, State, Tensor, Weight, chunks_of, resources_of, show
 from greedysnake.ledger import Ledger
 from greedysnake.ops import Kind, Op, Plan, Resource
 from greedysnake.placement import Home
@@ -75,7 +75,7 @@ class Contents(Ledger):
     def adds_to(self, resource: Resource) -> bool:
         """Whether the op changes what is there, rather than replacing it."""
         match self.op.kind:
-            case Kind.UPLOAD | Kind.UPDATE | Kind.SQUARES:
+            case Kind.UPLOAD | Kind.GATHER | Kind.REDUCE | Kind.UPDATE | Kind.SQUARES:
                 return True
             case Kind.BACKWARD if resource[0] == "gradients":
                 return not (self.op.first_shared if resource[1] == "shared" else self.op.first)
@@ -125,7 +125,13 @@ class Contents(Ledger):
         self.require(slot[1] == self.plan.blocks[block].pool, "reads weights of pool", slot[1])
         self.require(slot == self.newest.get(block), "reads", slot, ", weights are in", self.newest.get(block))
         chunks = range(len(self.plan.blocks[block].chunks))
-        self.holds(slot, frozenset(Weight(block, index, self.version(block, index)) for index in chunks))
+        own = frozenset(Weight(block, index, self.version(block, index)) for index in chunks)
+        self.holds(slot, own | self.others(block))
+
+    def others(self, block: int) -> frozenset[Others]:
+        """What has to come from other ranks before a block can run."""
+        shape = self.plan.blocks[block]
+        return frozenset([Others(block)] if shape.num_params > shape.num_own else [])
 
     def tensor(self, what: str, block: int, *, turns: bool) -> None:
         """Reads a tensor of the op's micro-batch; where the snake turns, it has stayed on the device."""
@@ -253,6 +259,38 @@ class Contents(Ledger):
         self.held[slot] = (old if goes_on else frozenset()) | {weight}
         self.newest[block] = slot
 
+    def gather(self) -> None:
+        """All of this rank's part is there, in its last version, and goes to the others as theirs come here."""
+        block, shape = self.op.block, self.plan.blocks[self.op.block]
+        missing = (shape.num_params - shape.num_own) * self.plan.precision.weight_bytes
+        self.require(self.op.index == 0, "is done once for a block")
+        self.require(self.op.nbytes == missing > 0, "moves", self.op.nbytes, "bytes of", missing)
+        newest = frozenset(Weight(block, index, self.updates[block, index]) for index in range(len(shape.chunks)))
+        slot = self.find(newest, "weights")
+        self.require(slot == self.newest.get(block), "gathers", slot, ", weights are in", self.newest.get(block))
+        self.require(self.fill(newest | self.others(block), "weights") == slot, "gathers into another slot")
+
+    def reduce(self) -> None:
+        """The gradients of all ranks are complete, or of the micro-batch that this is the sum of, and are added up."""
+        block, num_trainable = self.op.block, self.plan.blocks[self.op.block].num_trainable
+        moved = (num_trainable - num_trainable // self.plan.num_ranks) * self.plan.precision.gradient_bytes
+        self.require(self.op.index == 0, "is done once for a block")
+        self.require(self.op.nbytes == moved > 0, "moves", self.op.nbytes, "bytes of", moved)
+        slot = self.next(self.reads, "gradients")
+        gradient = self.held.get(slot)
+        self.require(
+            isinstance(gradient, Gradient)
+            and gradient.belongs(block, -1, self.step)
+            and self.is_whole(gradient)
+            and not gradient.reduced,
+            "adds up",
+            gradient,
+        )
+        assert isinstance(gradient, Gradient)
+        self.require(
+            self.fill(replace(gradient, reduced=True), "gradients") == slot, "adds up into another slot than", slot
+        )
+
     # Gradients and updates
 
     def load_state(self) -> None:
@@ -273,7 +311,10 @@ class Contents(Ledger):
         slot = self.next(self.reads, "gradients")
         gradient = self.held.get(slot)
         self.require(
-            isinstance(gradient, Gradient) and gradient.belongs(block, -1, self.step) and self.is_whole(gradient),
+            isinstance(gradient, Gradient)
+            and gradient.belongs(block, -1, self.step)
+            and self.is_whole(gradient)
+            and gradient.reduced == (self.plan.num_ranks > 1),
             "brings",
             gradient,
             "from",
@@ -284,7 +325,7 @@ class Contents(Ledger):
         self.moves(precision.gradient_bytes + self.op.whole * precision.weight_bytes)
         if self.op.whole:
             self.weights(block)
-        target = self.fill(replace(gradient, chunk=index), "update.gradient", "kept", "spill")
+        target = self.fill(replace(gradient, chunk=index, reduced=False), "update.gradient", "kept", "spill")
         if target[0] == "kept":
             self.require(target[1:] == (block, index), "writes", target, ", which is not its own")
             self.require(not self.is_spilled(), "skips the spill slot on the way to SSD")
@@ -445,7 +486,10 @@ _OF_MICRO_BATCHES = {
     *(Kind.FORWARD, Kind.BACKWARD, Kind.EVALUATE),
     *(Kind.PARK, Kind.GET, Kind.SPILL, Kind.RECALL),
 }
-_DONE_AHEAD = {Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.LOAD_STATE, Kind.RECALL_GRADIENT, Kind.UPDATE, Kind.WRITE}
+_DONE_AHEAD = {
+    *(Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.GATHER),
+    *(Kind.LOAD_STATE, Kind.RECALL_GRADIENT, Kind.UPDATE, Kind.WRITE),
+}
 _ALL_FLAGS = ("first", "last", "first_shared", "whole", "ahead", "tentative")
 _FLAGS = {kind: {"ahead"} for kind in _DONE_AHEAD} | {
     Kind.UPDATE: {"ahead", "tentative"},

@@ -5,6 +5,7 @@
     ├── PlanError       the plan does not fit into the memory or disk it was given
     ├── StorageError    a file, directory or drive did not do what was asked
     ├── VerifyError     a schedule breaks a rule that training depends on
+    ├── RankError       another process of the same training failed or is gone
     └── OpError         an operation of a step failed for any other reason
 
 A message says what happened, with the values, and what to do next.
@@ -56,6 +57,17 @@ class StorageError(GreedySnakeError):
 
 class VerifyError(GreedySnakeError):
     """A schedule breaks a rule that training depends on; the message names the op and the rule."""
+
+
+class RankError(GreedySnakeError):
+    """Another process of the same training failed or is gone; the message says which, and what it said if it could.
+
+    `is_gone` is true when it does not answer any more; else it goes on, and all can make another call.
+    """
+
+    def __init__(self, message: str, *, is_gone: bool = False) -> None:
+        super().__init__(message)
+        self.is_gone = is_gone
 
 
 class OpError(GreedySnakeError):

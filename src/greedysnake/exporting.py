@@ -9,16 +9,10 @@ from greedysnake.config import Config
 from greedysnake.data.tokenizers import load_tokenizer
 from greedysnake.errors import ConfigError, explained
 from greedysnake.models.export import DTYPES, export_model, is_free
-from greedysnake.preparation import (
-    make_model,
-    model_configuration,
-    open_engine,
-    ram_budget,
-    require_same_model,
-    values_of,
-)
+from greedysnake.preparation import make_model, model_configuration, require_same_model, values_of
 from greedysnake.runs import load_run, require_none_lost
 from greedysnake.runtime.opening import holds_checkpoint
+from greedysnake.runtime.stored import StoredModel
 
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -44,15 +38,15 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
     model_config = model_configuration(config, is_new=False)
     model = make_model(config, model_config)
     tokens = _special_tokens(config, tokenizer, model.config.get_text_config().vocab_size)
-    with open_engine(config, model, device="cpu", ram=ram_budget(config), resume=True) as engine:
-        noted.require_own(engine.metadata, config.storage[0])
-        require_same_model(engine, values_of(model_config), str(run))
+    with StoredModel(model, config.storage, dtype=config.dtype) as stored:
+        noted.require_own(stored.metadata, config.storage[0])
+        require_same_model(stored, values_of(model_config), str(run))
         # A tokenizer that came with the model's own folder goes out as it came.
         own = None if config.model.tokenizer is None else tokenizer
         export_model(
-            engine, model, out, dtype=dtype, special_tokens=tokens, tokenizer=own, chat_template=template or None
+            stored, model, out, dtype=dtype, special_tokens=tokens, tokenizer=own, chat_template=template or None
         )
-        return engine.num_steps
+        return stored.num_steps
 
 
 def _special_tokens(config: Config, tokenizer: Any, num_tokens: int) -> dict[str, int | None]:

@@ -58,9 +58,19 @@ class Gradient:
     step: int
     terms: frozenset[tuple[int, int]]
     """The backward ops that are summed in it, as (block, micro-batch)."""
+    reduced: bool = False
+    """On the device, where there are several ranks: it is the sum of all of theirs, in this rank's part."""
 
     def belongs(self, block: int, chunk: int, step: int) -> bool:
         return (self.block, self.chunk, self.step) == (block, chunk, step)
+
+
+@dataclass(frozen=True)
+class Others:
+    """The weights of a block that other ranks hold."""
+
+    block: int
+    chunk: int = -1
 
 
 @dataclass(frozen=True)
@@ -109,9 +119,11 @@ def show(value: object) -> str:
             return f"weight {block}.{chunk} after {version} updates"
         case State(block, chunk, version):
             return f"state {block}.{chunk} after {version} updates"
-        case Gradient(block, chunk, step, terms):
+        case Others(block):
+            return f"the other ranks' weights of {block}"
+        case Gradient(block, chunk, step, terms, reduced):
             chunks = "" if chunk < 0 else f".{chunk}"
-            return f"gradient {block}{chunks} of step {step} from {show(terms)}"
+            return f"gradient {block}{chunks} of step {step} from {show(terms)}{' of all ranks' if reduced else ''}"
         case Tensor(what, listing, block, micro_batch):
             return f"{what} {block}.{micro_batch} of listing {listing}"
         case frozenset():

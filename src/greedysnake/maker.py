@@ -76,7 +76,15 @@ class Maker:
                 self.add(Kind.READ_WEIGHTS, block, index, [("ssd", block, index)], [staging], nbytes)
                 self.add(Kind.UPLOAD, block, index, [staging], [slot], nbytes)
                 self.give(staging)
+        self.gather(block, slot)
         self.cursor.on_device[block] = slot
+
+    def gather(self, block: int, slot: Resource) -> None:
+        """The other ranks' parts of a block's weights come to the device, and this rank's goes to theirs."""
+        shape = self.plan.blocks[block]
+        nbytes = (shape.num_params - shape.num_own) * self.plan.precision.weight_bytes
+        if nbytes:
+            self.add(Kind.GATHER, block, 0, [slot], [slot], nbytes)
 
     def release_weights(self, block: int) -> None:
         self.give(self.cursor.on_device.pop(block))
@@ -261,6 +269,7 @@ class Maker:
 
     def finish(self, block: int, gradients: Resource | None) -> None:
         """The gradient of a block is complete: updates it now, or keeps the gradient for later."""
+        self.reduce(block, gradients)
         for index, chunk in enumerate(self.plan.blocks[block].chunks):
             if chunk.trainable:
                 assert gradients is not None
@@ -274,6 +283,13 @@ class Maker:
             self.give(gradients)
         self.release_weights(block)
 
+    def reduce(self, block: int, gradients: Resource | None) -> None:
+        """All ranks' gradients of a block are added up; each gets the sum for its own part."""
+        num_ranks, num_trainable = self.plan.num_ranks, self.plan.blocks[block].num_trainable
+        if num_ranks > 1 and gradients is not None:
+            nbytes = (num_trainable - num_trainable // num_ranks) * self.plan.precision.gradient_bytes
+            self.add(Kind.REDUCE, block, 0, [gradients], [gradients], nbytes)
+
     def finish_shared(self) -> None:
         if self.plan.shared is None:
             return
@@ -284,6 +300,7 @@ class Maker:
 
     def accumulate(self, block: int, index: int, gradients: Resource | None, final: bool) -> None:
         """Horizontal: adds a micro-batch's gradient to the sum in RAM; after the last one, updates."""
+        self.reduce(block, gradients)
         for chunk_index, chunk in enumerate(self.plan.blocks[block].chunks):
             if not chunk.trainable:
                 continue

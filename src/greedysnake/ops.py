@@ -21,6 +21,8 @@ class Lane(Enum):
 
     COMPUTE = "compute"
     UPLOAD = "h2d.weights"
+    GATHER = "net.weights"
+    REDUCE = "net.gradients"
     FETCH = "h2d.activations"
     DOWNLOAD = "d2h.gradients"
     PARK = "d2h.activations"
@@ -34,7 +36,7 @@ class Lane(Enum):
 
     @property
     def link(self) -> str:
-        """The resource behind the lane: compute, h2d, d2h, ssd_read, ssd_write or cpu."""
+        """The resource behind the lane: compute, h2d, d2h, net, ssd_read, ssd_write or cpu."""
         return self.value.split(".")[0]
 
     @property
@@ -61,6 +63,8 @@ class Kind(Enum):
     EVALUATE = "E"
     READ_WEIGHTS = "R"
     UPLOAD = "U"
+    GATHER = "I"
+    REDUCE = "O"
     DOWNLOAD = "D"
     LOAD_STATE = "S"
     UPDATE = "A"
@@ -83,6 +87,8 @@ LANES = {
     Kind.EVALUATE: Lane.COMPUTE,
     Kind.READ_WEIGHTS: Lane.READ,
     Kind.UPLOAD: Lane.UPLOAD,
+    Kind.GATHER: Lane.GATHER,
+    Kind.REDUCE: Lane.REDUCE,
     Kind.DOWNLOAD: Lane.DOWNLOAD,
     Kind.LOAD_STATE: Lane.LOAD,
     Kind.UPDATE: Lane.CPU,
@@ -105,7 +111,8 @@ _URGENT = frozenset({Kind.READ_WEIGHTS, Kind.RECALL})
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One thing one lane does. `index` is a micro-batch (F, B, E, P, G, Y, X) or a chunk (the rest)."""
+    """One thing one lane does. `index` is a micro-batch (F, B, E, P, G, Y, X), a chunk, or 0 for what is done once for
+    a block (I, O, L, N)."""
 
     kind: Kind
     block: int
@@ -160,6 +167,11 @@ class Plan:
     @cached_property
     def num_compute(self) -> int:
         return num_compute_blocks(self.blocks)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many ranks share the blocks, each with its own part of the state and its own micro-batches."""
+        return self.blocks[0].num_ranks
 
     @property
     def shared(self) -> int | None:

@@ -39,6 +39,7 @@ from greedysnake.runtime.footprint import Footprint, foresee, missing_room, outl
 from greedysnake.runtime.host import ram_bytes
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimizer import AdamW
+from greedysnake.runtime.stored import StoredModel
 from greedysnake.settings import Plain
 from greedysnake.sizes import format_size
 
@@ -243,7 +244,7 @@ def values_of(model_config: Any) -> dict[str, Plain]:
     return {key: value for key, value in values.items() if key not in _NOT_TRAINED}
 
 
-def require_same_model(engine: Engine, values: Mapping[str, Plain], output_dir: str) -> None:
+def require_same_model(engine: Engine | StoredModel, values: Mapping[str, Plain], output_dir: str) -> None:
     """ConfigError unless `values_of` the model are those of the checkpoint: weights in a model that computes something
     else are not what was trained. Their shapes do not tell."""
     had = engine.metadata.get("model")

@@ -37,6 +37,16 @@ PRECISIONS = {"bfloat16": Precision("bfloat16", 2, 2), "float32": Precision("flo
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which part of every block one rank holds: ranks hold equal parts, and together all of it."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    num_here: int = 1
+    """Ranks on the same host, which share its memory, cores and drives."""
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A range of a block's flat vector: the unit of SSD transfer and of optimizer work."""
 
@@ -51,18 +61,27 @@ class BlockShape:
 
     name: str
     chunks: tuple[Chunk, ...]
+    """Those of the rank at hand; the device holds the whole block."""
     pool: str
     """Blocks of one pool take turns in the same device slots: "layers", "ends", "shared"
     (never leaves), or "kept" (stays from forward to backward)."""
+    num_ranks: int = 1
+    """How many ranks hold as much of it."""
 
     @cached_property
     def num_params(self) -> int:
-        return sum(chunk.num_params for chunk in self.chunks)
+        """Length of the flat vector, all ranks' parts of it together."""
+        return self.num_own * self.num_ranks
 
     @cached_property
     def num_trainable(self) -> int:
         """Length of the trainable part, which comes first in the flat vector."""
-        return sum(chunk.num_params for chunk in self.chunks if chunk.trainable)
+        return sum(chunk.num_params for chunk in self.chunks if chunk.trainable) * self.num_ranks
+
+    @cached_property
+    def num_own(self) -> int:
+        """What the rank at hand holds."""
+        return sum(chunk.num_params for chunk in self.chunks)
 
 
 def cut(num_params: int, chunk_params: int, *, start: int = 0, trainable: bool = True) -> list[Chunk]:
@@ -79,16 +98,22 @@ def cut(num_params: int, chunk_params: int, *, start: int = 0, trainable: bool =
     return chunks
 
 
-def pad(num_params: int) -> int:
-    """Rounds up to whole granules."""
-    return -(-num_params // GRANULE) * GRANULE
+def pad(num_params: int, num_ranks: int = 1) -> int:
+    """Rounds up to whole granules, as many for each rank."""
+    return -(-num_params // (GRANULE * num_ranks)) * GRANULE * num_ranks
 
 
-def block_shape(name: str, num_trainable: int, num_frozen: int, chunk_params: int, pool: str) -> BlockShape:
-    """A block whose flat vector holds `num_trainable` parameters, then `num_frozen`, each padded."""
-    trainable = cut(pad(num_trainable), chunk_params)
-    frozen = cut(pad(num_frozen), chunk_params, start=pad(num_trainable), trainable=False)
-    return BlockShape(name, (*trainable, *frozen), pool)
+def block_shape(
+    name: str, num_trainable: int, num_frozen: int, chunk_params: int, pool: str, share: Share | None = None
+) -> BlockShape:
+    """A block whose flat vector holds `num_trainable` parameters, then `num_frozen`, each padded. A rank's share is a
+    range of either part."""
+    share = share or Share()
+    trainable, frozen = (pad(count, share.num_ranks) for count in (num_trainable, num_frozen))
+    each, each_frozen = trainable // share.num_ranks, frozen // share.num_ranks
+    chunks = cut(each, chunk_params, start=share.rank * each)
+    chunks += cut(each_frozen, chunk_params, start=trainable + share.rank * each_frozen, trainable=False)
+    return BlockShape(name, tuple(chunks), pool, share.num_ranks)
 
 
 def spread(count: int, share: float) -> list[bool]:
@@ -98,4 +123,5 @@ def spread(count: int, share: float) -> list[bool]:
 
 
 def total_params(blocks: Sequence[BlockShape]) -> int:
+    """All ranks' together."""
     return sum(block.num_params for block in blocks)

@@ -24,7 +24,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Totals:
-    """Busy seconds and bytes of one step, by link (compute, h2d, d2h, ssd_read, ssd_write, cpu)."""
+    """Busy seconds and bytes of one step, by link (compute, h2d, d2h, net, ssd_read, ssd_write, cpu)."""
 
     busy_s: Mapping[str, float]
     nbytes: Mapping[str, int]
@@ -34,6 +34,7 @@ BOUNDS = {
     "compute": "compute",
     "h2d": "pcie",
     "d2h": "pcie",
+    "net": "net",
     "ssd_read": "ssd",
     "ssd_write": "ssd",
     "ssd": "ssd",

@@ -16,7 +16,16 @@ from greedysnake.holdings import Listing, chunks_of, show
 from greedysnake.ops import Kind, Lane, Op, Plan, Resource
 from greedysnake.placement import Home, is_fetched_once
 
-__all__ = ["Listing", "check_order", "dependencies", "num_passes", "step_device_bytes", "step_ssd_bytes", "verify"]
+__all__ = [
+    "Listing",
+    "check_order",
+    "dependencies",
+    "num_passes",
+    "step_device_bytes",
+    "step_net_bytes",
+    "step_ssd_bytes",
+    "verify",
+]
 
 
 def verify(plan: Plan, listings: Sequence[Listing], after: Sequence[Sequence[int]] | None = None) -> None:
@@ -128,6 +137,19 @@ def step_device_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical"
     return up, down
 
 
+def step_net_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -> tuple[int, int]:
+    """Bytes of weights that a step brings to this rank from the others, and of gradients that it gives them: per
+    parameter (W - 1) / W of 2 for each pass, and of 4."""
+    weights = gradients = 0
+    for block, shape in enumerate(plan.blocks):
+        missing = shape.num_params - shape.num_own
+        weights += missing * plan.precision.weight_bytes * num_passes(plan, block, num_micro_batches, kind)
+        num_sums = 1 if kind == "vertical" or block == plan.shared else num_micro_batches
+        others = shape.num_trainable - shape.num_trainable // plan.num_ranks
+        gradients += others * plan.precision.gradient_bytes * num_sums
+    return weights, gradients
+
+
 def num_passes(plan: Plan, block: int, num_micro_batches: int, kind: str) -> int:
     """How often a listing brings a block's weights to the device."""
     if kind in ("flush", "ahead"):
@@ -168,11 +190,16 @@ def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
         moved: Counter[Lane] = Counter()
         for op in ops:
             moved[op.lane] += op.nbytes
-        found = (moved[Lane.READ] + moved[Lane.LOAD], moved[Lane.WRITE], moved[Lane.UPLOAD], moved[Lane.DOWNLOAD])
+        found = (
+            *(moved[Lane.READ] + moved[Lane.LOAD], moved[Lane.WRITE], moved[Lane.UPLOAD], moved[Lane.DOWNLOAD]),
+            *(moved[Lane.GATHER], moved[Lane.REDUCE]),
+        )
         as_run = replace(plan, tentative=tentative[0])
         formula = (
             *step_ssd_bytes(as_run, listing.num_micro_batches, listing.kind),
             *step_device_bytes(as_run, listing.num_micro_batches, listing.kind),
+            *step_net_bytes(as_run, listing.num_micro_batches, listing.kind),
         )
         if found != formula:
-            raise VerifyError(f"a step moves {found} bytes (ssd read, ssd write, h2d, d2h), the formula says {formula}")
+            links = "ssd read, ssd write, h2d, d2h, weights and gradients of other ranks"
+            raise VerifyError(f"a step moves {found} bytes ({links}), the formula says {formula}")

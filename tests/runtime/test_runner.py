@@ -14,6 +14,7 @@ import torch
 import greedysnake as gs
 from greedysnake.ops import Cursor, Kind, Lane, Op
 from greedysnake.runtime.lanes import Clock, Failure, LaneRunner
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.runner import SWITCH_INTERVAL_S, Runner
 from greedysnake.schedule import vertical
 from schedules import make_plan
@@ -44,14 +45,14 @@ def with_streams(runner: Runner, **errors: Exception) -> list[Stream]:
 
 
 def test_closing_waits_for_all_streams_when_nothing_can_be_launched_any_more() -> None:
-    runner = Runner(torch.device("cpu"))
+    runner = Runner(torch.device("cpu"), Ranks(torch.device("cpu")))
     streams = with_streams(runner)
     runner.close()
     assert [stream.lanes_alive for stream in streams] == [[0]] * 3
 
 
 def test_error_of_a_stream_hides_neither_the_first_error_nor_the_other_streams() -> None:
-    runner = Runner(torch.device("cpu"))
+    runner = Runner(torch.device("cpu"), Ranks(torch.device("cpu")))
     streams = with_streams(runner, COMPUTE=RuntimeError("illegal memory access"))
 
     def fail(op: Op) -> int:
@@ -65,7 +66,7 @@ def test_error_of_a_stream_hides_neither_the_first_error_nor_the_other_streams()
 
 
 def test_a_second_ctrl_c_while_closing_waits_until_no_lane_uses_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner(torch.device("cpu"))
+    runner = Runner(torch.device("cpu"), Ranks(torch.device("cpu")))
     lane = runner._lanes[Lane.DOWNLOAD]
     right, presses = lane.close, [KeyboardInterrupt(), KeyboardInterrupt()]
 
@@ -158,7 +159,7 @@ def test_what_is_done_meanwhile_comes_when_the_head_is_left_behind(num_layers: i
             computed.append(op)
         return 0
 
-    runner = Runner(torch.device("cpu"))
+    runner = Runner(torch.device("cpu"), Ranks(torch.device("cpu")))
     linked = runner.link(vertical(plan, Cursor(plan), num_micro_batches))
     runner.run(linked, 0, note, meanwhile=lambda: at.append(len(computed)))
     runner.wait()
@@ -182,7 +183,7 @@ def interval_s(request: pytest.FixtureRequest) -> Iterator[float]:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_switch_interval_comes_back_with_the_last_runner_in_any_order(order: list[int], interval_s: float) -> None:
-    runners = [Runner(torch.device("cpu")) for _ in range(3)]
+    runners = [Runner(torch.device("cpu"), Ranks(torch.device("cpu"))) for _ in range(3)]
     for number in order:
         assert sys.getswitchinterval() == pytest.approx(min(SWITCH_INTERVAL_S, interval_s))
         runners[number].close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Rates:
     """The drives while nothing is written; None is as fast as with both."""
     ssd_write_bytes_per_s: float | None = None
     """While nothing is read."""
+    net_bytes_per_s: float = math.inf
+    """Between the devices of several ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Costs:
         self._activation_bytes = activation_bytes
         self._keeps_graph = [plan.keeps_graph(block) for block in range(plan.num_compute)]
         drives = rates.ssd_bytes_per_s
-        of_link = {"h2d": rates.h2d_bytes_per_s, "d2h": rates.d2h_bytes_per_s, "ssd_read": drives, "ssd_write": drives}
+        of_link = {"h2d": rates.h2d_bytes_per_s, "d2h": rates.d2h_bytes_per_s, "net": rates.net_bytes_per_s}
+        of_link |= {"ssd_read": drives, "ssd_write": drives}
         self._bytes_per_s = {kind: of_link[lane.link] for kind, lane in LANES.items() if lane.link in of_link}
 
     def seconds(self, op: Op) -> float:

@@ -43,6 +43,7 @@ def observe(records: Sequence[Record], plan: Plan) -> Observed:
         ssd_bytes_per_s=rate(("ssd_read", "ssd_write"), _nbytes),
         h2d_bytes_per_s=rate(("h2d",), _nbytes),
         d2h_bytes_per_s=rate(("d2h",), _nbytes),
+        net_bytes_per_s=rate(("net",), _nbytes),
         cpu_params_per_s=updates,
         cpu_bytes_per_s=updates * BYTES_PER_UPDATE if math.isinf(sums) else sums,
     )

@@ -267,7 +267,7 @@ def steps(
     """Step after step as the engine runs them, without end: one ends when some lanes are done, and the others go on.
     Gives the time at which each ends."""
     write = {"vertical": schedule.vertical, "horizontal": schedule.horizontal}[kind]
-    waited_for = (Lane.COMPUTE, Lane.DOWNLOAD, *((Lane.NORM,) if plan.clipping else ()))
+    waited_for = (Lane.COMPUTE, Lane.DOWNLOAD, Lane.NORM)
     cursor = Cursor(plan)
     for number in count():
         # The first has no norm to go by, and the second is written while it runs.

@@ -10,12 +10,12 @@ from greedysnake.errors import ConfigError
 from greedysnake.ops import Cursor, Kind, Op, Plan
 from greedysnake.placement import Placement, chunk_homes
 from greedysnake.schedule import horizontal, vertical
-from greedysnake.shapes import GRANULE, PRECISIONS, block_shape, total_params
-from greedysnake.verify import Listing, step_device_bytes, step_ssd_bytes, verify
+from greedysnake.shapes import GRANULE, PRECISIONS, Share, block_shape
+from greedysnake.verify import Listing, step_device_bytes, step_net_bytes, step_ssd_bytes, verify
 
-LINKS_IN = ("ssd_read", "cpu", "ssd_write", "h2d")
+LINKS_IN = ("ssd_read", "cpu", "ssd_write", "h2d", "net")
 """What a block needs before it runs, in the order in which it gets there."""
-LINKS_OUT = ("compute", "d2h", "ssd_read", "cpu", "ssd_write")
+LINKS_OUT = ("compute", "net", "d2h", "ssd_read", "cpu", "ssd_write")
 """Its run, and what comes of it."""
 
 SNAKE = "The order of micro-batches reverses from block to block: the one that ends a block starts the next."
@@ -25,6 +25,8 @@ LEGEND = {
     Kind.BACKWARD: "recompute and backward of a block for one micro-batch",
     Kind.READ_WEIGHTS: "read a chunk's weights from SSD",
     Kind.UPLOAD: "upload a chunk's weights to the device",
+    Kind.GATHER: "in: the other ranks' parts of a block's weights come to the device",
+    Kind.REDUCE: "out: all ranks' gradients of a block are added up, each gets its own part",
     Kind.DOWNLOAD: "download a chunk's gradient (for an early update with its weights, but for the last block)",
     Kind.LOAD_STATE: "read a chunk's optimizer state from SSD (late, or in the last block: with its weights)",
     Kind.UPDATE: "update a chunk (Adam)",
@@ -63,9 +65,10 @@ def schedule_text(
     kind: str = "vertical",
     chunks: int = 2,
     steps: int = 1,
+    ranks: int = 1,
 ) -> str:
     """One or more steps in the steady state, of a model with everything on SSD and activations in RAM."""
-    plan = example_plan(blocks, chunks, alpha, clipping)
+    plan = example_plan(blocks, chunks, alpha, clipping, ranks)
     if kind not in ("vertical", "horizontal"):
         raise ConfigError(f"kind is {kind!r}: give vertical or horizontal")
     for name, value in (("micro_batches", micro_batches), ("steps", steps)):
@@ -84,9 +87,9 @@ def schedule_text(
     return "\n".join(lines) + "\n"
 
 
-def example_plan(num_blocks: int, num_chunks: int, alpha: float, clipping: bool) -> Plan:
-    """Embedding, layers and head, each of as many equal chunks."""
-    for name, value, least in (("blocks", num_blocks, 2), ("chunks", num_chunks, 1)):
+def example_plan(num_blocks: int, num_chunks: int, alpha: float, clipping: bool, num_ranks: int = 1) -> Plan:
+    """Embedding, layers and head, of which this rank has as many equal chunks each."""
+    for name, value, least in (("blocks", num_blocks, 2), ("chunks", num_chunks, 1), ("ranks", num_ranks, 1)):
         if value < least:
             raise ConfigError(f"{name} is {value}: give at least {least}")
     if not 0 <= alpha <= 1:
@@ -94,7 +97,8 @@ def example_plan(num_blocks: int, num_chunks: int, alpha: float, clipping: bool)
     names = ["embedding", *(f"layer {index}" for index in range(1, num_blocks - 1)), "head"]
     pools = ["ends", *["layers"] * (num_blocks - 2), "ends"]
     shapes = [
-        block_shape(name, num_chunks * GRANULE, 0, GRANULE, pool) for name, pool in zip(names, pools, strict=True)
+        block_shape(name, num_ranks * num_chunks * GRANULE, 0, GRANULE, pool, Share(0, num_ranks))
+        for name, pool in zip(names, pools, strict=True)
     ]
     homes = chunk_homes(shapes, Placement(), alpha=alpha, clipping=clipping)
     return Plan(tuple(shapes), homes, PRECISIONS["bfloat16"], clipping=clipping)
@@ -136,7 +140,7 @@ def _section(plan: Plan, op: Op, step: int, kind: str) -> Section:
 
 
 def _serves_next(op: Op, here: Section) -> bool:
-    if op.kind in (Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.GET):
+    if op.kind in (Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.GATHER, Kind.GET):
         return True
     return op.kind in (Kind.LOAD_STATE, Kind.UPDATE, Kind.WRITE) and op.block != here.block
 
@@ -148,13 +152,17 @@ def _head(plan: Plan, micro_batches: int, alpha: float, kind: str) -> list[str]:
         when = "all updates are late: with clipping they wait for the norm"
     chunks = len(plan.blocks[0].chunks)
     return [
-        f"A {kind} step: {len(plan.blocks)} blocks of {_count(chunks, 'chunk')}, "
+        f"A {kind} step{_of_ranks(plan)}: {len(plan.blocks)} blocks of {_count(chunks, 'chunk')}, "
         f"{_count(micro_batches, 'micro-batch', 'es')}, alpha {alpha:g}{', clipping' if plan.clipping else ''}.",
         f"Weights and optimizer state live on SSD, activations in RAM; {when}.",
         "Every line is one link. Links work at the same time, each in the order shown, as soon as what an op needs is",
         "there: fetches run ahead of compute, updates behind it. * was done ahead, before this step began.",
         *([SNAKE] if kind == "vertical" else []),
     ]
+
+
+def _of_ranks(plan: Plan) -> str:
+    return "" if plan.num_ranks == 1 else f" of one of {plan.num_ranks} ranks"
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:
@@ -181,12 +189,15 @@ def _word(op: Op) -> str:
 
 def _bytes(plan: Plan, micro_batches: int, kind: str) -> list[str]:
     """The formulas; verify() has shown that the ops move just that."""
-    params = total_params(plan.blocks)
+    params = sum(block.num_own for block in plan.blocks)
     read, write = (total / params for total in step_ssd_bytes(plan, micro_batches, kind))
     up, down = (total / params for total in step_device_bytes(plan, micro_batches, kind))
+    taken, given = (total / params for total in step_net_bytes(plan, micro_batches, kind))
+    net = f"   net {taken + given:.4g} (in {taken:.4g}, out {given:.4g})" if plan.num_ranks > 1 else ""
+    of = " THAT A RANK HOLDS" if plan.num_ranks > 1 else ""
     return [
-        "BYTES PER PARAMETER AND STEP (activations not counted)",
-        f"  ssd {read + write:.4g} (read {read:.4g}, write {write:.4g})   h2d {up:.4g}   d2h {down:.4g}",
+        f"BYTES PER PARAMETER{of} AND STEP (activations not counted)",
+        f"  ssd {read + write:.4g} (read {read:.4g}, write {write:.4g})   h2d {up:.4g}   d2h {down:.4g}{net}",
     ]
 
 

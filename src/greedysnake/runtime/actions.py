@@ -19,6 +19,7 @@ from greedysnake.runtime.compute import Compute
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.lanes import Wait
 from greedysnake.runtime.memory import page_aligned, slot_number
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.state import STATE, WEIGHT, extent_numbers
 from greedysnake.runtime.store import Store, StoreTicket
 from greedysnake.runtime.updates import Updates
@@ -28,10 +29,17 @@ class Actions:
     """Runs ops on real memory. Holds no threads and decides no order."""
 
     def __init__(
-        self, buffers: Buffers, store: Store | None, compute: Compute, updates: Updates, device: torch.device
+        self,
+        buffers: Buffers,
+        store: Store | None,
+        compute: Compute,
+        updates: Updates,
+        ranks: Ranks,
+        device: torch.device,
     ) -> None:
         self._buffers = buffers
         self._store = store
+        self._ranks = ranks
         self._updates = updates
         self._on_cuda = device.type == "cuda"
         self._extent = extent_numbers(buffers.plan.blocks)
@@ -41,6 +49,8 @@ class Actions:
             Kind.EVALUATE: compute.evaluate,
             Kind.READ_WEIGHTS: self.read_weights,
             Kind.UPLOAD: self.upload,
+            Kind.GATHER: self.gather,
+            Kind.REDUCE: self.reduce,
             Kind.DOWNLOAD: self.download,
             Kind.LOAD_STATE: self.load_state,
             Kind.UPDATE: updates.update,
@@ -103,7 +113,20 @@ class Actions:
         target = self._buffers.weights(op.writes[0])[chunk.start : chunk.start + chunk.num_params]
         return self._copy(target.view(torch.uint8), self._buffers.weight_source(op.reads[0], op), op.nbytes)
 
+    def gather(self, op: Op, context: StepContext) -> int:
+        """Of the trainable and of the frozen part of a block every rank holds a range."""
+        shape, weights = self._buffers.plan.blocks[op.block], self._buffers.weights(op.writes[0])
+        self._ranks.gather(weights[: shape.num_trainable])
+        self._ranks.gather(weights[shape.num_trainable : shape.num_params])
+        return op.nbytes
+
     # Gradients
+
+    def reduce(self, op: Op, context: StepContext) -> int:
+        plan, device = self._buffers.plan, self._buffers.device
+        gradients = self._buffers.gradients(op.writes[0])[: plan.blocks[op.block].num_trainable]
+        self._ranks.reduce(gradients, None if plan.clipping else device.largest[op.block])
+        return op.nbytes
 
     def download(self, op: Op, context: StepContext) -> int:
         chunk, plan = self._buffers.chunk(op), self._buffers.plan

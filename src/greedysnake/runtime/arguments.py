@@ -115,9 +115,9 @@ def checked_device(device: str | torch.device) -> torch.device:
     return device
 
 
-def default_threads(device: torch.device) -> int:
-    """On a GPU machine the thread that launches kernels keeps cores to itself."""
-    cores = cpu_count() or 1
+def default_threads(device: torch.device, num_engines: int = 1) -> int:
+    """On a GPU machine the thread that launches kernels keeps cores to itself. Several engines share a machine's."""
+    cores = (cpu_count() or 1) // num_engines
     return max(1, cores - 4) if device.type == "cuda" else max(1, cores // 2)
 
 
@@ -150,8 +150,6 @@ def count_targets(model: Model, batches: Sequence[Batch]) -> int:
     for count, number in zip(given, counts, strict=True):
         if count != number:
             raise ConfigError(f"num_targets gave {count}: give a whole number, how many tokens have a loss")
-    if sum(counts) <= 0:
-        raise ConfigError(f"the {len(counts)} micro-batches have no target tokens: there is no loss to compute")
     return sum(counts)
 
 

@@ -21,10 +21,11 @@ def build_blocks(
     dtype: torch.dtype,
     device: torch.device,
     resume: bool,
-) -> None:
+) -> dict[str, bytes]:
     """Gives every block its module, whose parameters are left empty; buffers go to the device. With `resume` the
-    values come from the checkpoint instead."""
+    values come from the checkpoint instead. Returns a few values of every parameter that was filled in."""
     shared: dict[str, torch.nn.Parameter] = {}
+    samples: dict[str, bytes] = {}
     for number, source in enumerate(model.sources()):
         block = blocks[number]
         module, parameters = source.build(values=not resume)
@@ -33,6 +34,7 @@ def build_blocks(
             shared.setdefault(shared_name, parameters[name])
         if not resume:
             state.fill(number, parameters)
+            samples |= {name: _sample(parameter) for name, parameter in parameters.items()}
         block.module, block.parameters = module, parameters
         for name, parameter in parameters.items():
             if name not in block.shared:
@@ -51,6 +53,17 @@ def build_blocks(
             block.adopt(shared)
     if resume:
         state.read_ram_parts()
+    return samples
+
+
+def _sample(parameter: torch.Tensor) -> bytes:
+    values = parameter.detach().reshape(-1)
+    few = values[:: max(1, len(values) // NUM_SAMPLED)][:NUM_SAMPLED]
+    return few.float().cpu().numpy().tobytes()
+
+
+NUM_SAMPLED = 8
+"""Values by which ranks notice that they were not given the same model."""
 
 
 def _require_parameters(block: FlatBlock, parameters: Mapping[str, torch.Tensor]) -> None:

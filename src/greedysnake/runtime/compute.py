@@ -179,7 +179,7 @@ class Compute:
             if outputs is None and op.block in self._recompute:
                 assert hidden is not None
                 extra = self._extra_inputs(op, context)
-                self._randomness.start(context.step, op.block, op.index)
+                self._randomness.start(context.step, op.block, context.first_index + op.index)
                 outputs, seed = self._pair(op, self._recompute[op.block](hidden, seed, *extra)), None
             elif outputs is None:
                 outputs = self._call(op, context, hidden)
@@ -200,7 +200,7 @@ class Compute:
             arguments = (hidden, batch)
         else:
             arguments = (hidden, *self._extra_inputs(op, context))
-        self._randomness.start(context.step, op.block, op.index)
+        self._randomness.start(context.step, op.block, context.first_index + op.index)
         version = None if hidden is None else hidden._version
         with self._watched(op.block, context):
             output = self._forward[op.block](*arguments)

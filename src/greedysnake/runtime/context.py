@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,10 @@ class StepContext:
     num_targets: int
     lr: float
     training: bool = True
+    loss_sum: float = math.nan
+    """Of all ranks; known when the step is judged."""
+    first_index: int = 0
+    """Micro-batches of the ranks before this one: all of a step draw random numbers of their own."""
     loss_started: bool = False
     shapes: dict[tuple[int, int], torch.Size] = field(default_factory=dict)
     """Shape of the input of each block, by block and micro-batch."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from greedysnake.durable import sync
 from greedysnake.errors import ANEW, PlanError, StorageError, explained
 from greedysnake.runtime.manifest import FORMAT, VERSION, check_version
+from greedysnake.shapes import Share
 from greedysnake.sizes import format_size
 
 LOCK = "greedysnake.lock"
@@ -206,6 +207,48 @@ class StoreDirectory:
             sync(self.path)
 
 
+def own_directories(directories: Sequence[str | Path], share: Share) -> list[Path]:
+    """Where one rank has its store: several have folders of their own in every directory, one has the directory. What
+    is there must be of as many ranks."""
+    num_ranks = share.num_ranks
+    for directory in map(Path, directories):
+        found = _ranks_in(directory)
+        if found is not None and found != num_ranks:
+            raise StorageError(
+                f"{directory} holds what {_processes(found)} stored, and this run has {_processes(num_ranks)}: start "
+                f"{found}, or give another directory",
+                path=str(directory),
+            )
+    folder = f"{RANK}{share.rank}-of-{num_ranks}" if num_ranks > 1 else ""
+    return [Path(path) / folder for path in directories]
+
+
+def num_ranks_in(directory: Path) -> int:
+    """How many ranks have their stores in a directory; 1 also where nothing is."""
+    return _ranks_in(directory) or 1
+
+
+def folders_in(directory: Path) -> Iterator[Path]:
+    """Where stores may be in a directory: itself, and the folders of several ranks."""
+    yield directory
+    yield from directory.glob(f"{RANK}*-of-*")
+
+
+def _ranks_in(directory: Path) -> int | None:
+    with explained("list", directory):
+        names = os.listdir(directory) if directory.is_dir() else []
+    if IDENTITY in names:
+        return 1
+    ends = [name.rpartition("-of-")[2] for name in names if name.startswith(RANK)]
+    return next((int(end) for end in ends if end.isdecimal()), None)
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+RANK = "rank-"
+"""How the folders begin in which several ranks have their stores."""
 TRIAL = ".greedysnake-plan-"
 """How the folders begin in which `plan` trains for a moment."""
 

@@ -8,16 +8,16 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike, getpid
-from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from greedysnake import _native
-from greedysnake.errors import ConfigError, GreedySnakeError, PlanError
+from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, RankError
 from greedysnake.models.sequential import Batch, Model
 from greedysnake.ops import Cursor, Lane, Op, Plan
 from greedysnake.placement import Placement, Slots
@@ -30,7 +30,8 @@ from greedysnake.runtime.building import build_blocks
 from greedysnake.runtime.calls import Call, Calls
 from greedysnake.runtime.compute import Compute
 from greedysnake.runtime.context import StepContext
-from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram
+from greedysnake.runtime.directory import own_directories
+from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, net_order, require_ram
 from greedysnake.runtime.flat import DecayRule, decays_by_default, survey
 from greedysnake.runtime.io import IoCounters, IoEngine
 from greedysnake.runtime.memory import DeviceMemory, HostMemory, StepMemory
@@ -38,6 +39,7 @@ from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimism import Optimism
 from greedysnake.runtime.optimizer import AdamW
 from greedysnake.runtime.randomness import python_random_kept
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.result import StepResult, make_result
 from greedysnake.runtime.runner import Runner, with_op
 from greedysnake.runtime.state import ModelState, extent_specs, fingerprint
@@ -62,6 +64,10 @@ class Engine:
     A parameter that a step does not use has a gradient of zero: its moments and, with weight decay, its values shrink.
     (torch.optim.AdamW leaves out a parameter whose `grad` is None.) What is not to change is frozen by
     `requires_grad_(False)` before the engine is made.
+
+    Where torch.distributed is set up with several ranks, they train one model together: each holds an equal part of its
+    state, gives micro-batches of its own to `step`, and makes the same calls in the same order. Memory, drives, bytes
+    and times are those of the rank; losses and norms are those of all.
     """
 
     def __init__(
@@ -131,26 +137,36 @@ class Engine:
         self._calls = Calls()
         self._owner = getpid()
         precision, ram = PRECISIONS[dtype], parse_size(ram)
-        stored = stored_in(Path(storage[0])) if resume else Stored()
-        self._chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, precision)
-        self._blocks = survey(model, self._chunk_params, decays, needs_values=not resume)
-        self._plan = make_plan(
-            self._blocks,
-            precision,
-            placement,
-            slots,
-            alpha=alpha,
-            clipping=max_grad_norm is not None,
-            has_ssd=bool(storage),
-            tentative=optimistic,
-        )
-        write(self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
-        require_ram(self._plan, ram)
         self._resources = ExitStack()
         # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
         weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
+        self._ranks = Ranks(self.device)
+        self._resources.callback(self._ranks.close)
+        share = self._ranks.share
+        with ExitStack() as undo, self._ranks.together("Engine()"):
+            undo.callback(self._resources.close)
+            directories = own_directories(storage, share)
+            stored = stored_in(directories[0]) if resume else Stored()
+            self._chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, precision)
+            self._blocks = survey(model, self._chunk_params, decays, needs_values=not resume, share=share)
+            self._plan = make_plan(
+                self._blocks,
+                precision,
+                placement,
+                slots,
+                alpha=alpha,
+                clipping=max_grad_norm is not None,
+                has_ssd=bool(storage),
+                tentative=optimistic,
+            )
+            write(self._plan, Cursor(self._plan), 1)  # a plan that it cannot follow is refused here
+            require_ram(self._plan, ram)
+            options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "schedule": schedule, "seed": seed}
+            options |= {"resume": resume, "storage": bool(storage), "checkpoints": checkpoints}
+            self._ranks.agree("Engine()", options | net_order(self._plan))
+            undo.pop_all()
         # What is made under inference mode could not be trained with, wherever the engine is made.
-        with torch.inference_mode(False), ExitStack() as undo:
+        with torch.inference_mode(False), ExitStack() as undo, self._ranks.together("Engine()"):
             undo.callback(self._resources.close)
             self._arena = self._resources.enter_context(Arena(ram, device=self.device))
             self._store: Store | None = None
@@ -159,33 +175,39 @@ class Engine:
                 self._io = self._resources.enter_context(IoEngine(**vars(io)))
                 self._store = self._resources.enter_context(
                     Store(
-                        storage,
+                        directories,
                         extent_specs(self._plan, checkpoints=checkpoints),
                         io=self._io,
                         single_slot=single_slot,
-                        fingerprint=fingerprint(self._blocks, self._plan.precision),
+                        fingerprint=fingerprint(self._blocks, self._plan.precision, share),
                         resume=resume,
                         overwrite=overwrite,
                         checkpoints=checkpoints,
                         spare_slot=self._plan.may_be_tentative,
                         verify_reads=verify_reads,
+                        exchange=partial(self._ranks.exchange, "the opening or saving of a checkpoint"),
                     )
                 )
-            self._pool = _start_pool(num_threads or arguments.default_threads(self.device), cpus)
+            self._pool = _start_pool(num_threads or arguments.default_threads(self.device, share.num_here), cpus)
             self._resources.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
             host = HostMemory(self._arena, self._plan)
             self._buffers = Buffers(self._plan, device_memory, host, self._dtype)
-            self._state = ModelState(self._plan, self._blocks, host, self._store, self._pool)
-            build_blocks(model, self._blocks, self._state, dtype=self._dtype, device=self.device, resume=resume)
+            self._state = ModelState(self._plan, self._blocks, host, self._store, self._pool, self._ranks)
+            samples = build_blocks(
+                model, self._blocks, self._state, dtype=self._dtype, device=self.device, resume=resume
+            )
+            self._require_same_values(samples)
             self._compute = Compute(
                 self._blocks, self._buffers, device=self.device, seed=seed, vertical=self._vertical, compile=compile
             )
-            self._updates = Updates(self._blocks, self._buffers, self._pool, optimizer, max_grad_norm=max_grad_norm)
-            self._actions = Actions(self._buffers, self._store, self._compute, self._updates, self.device)
+            self._updates = Updates(
+                self._blocks, self._buffers, self._pool, optimizer, self._ranks, max_grad_norm=max_grad_norm
+            )
+            self._actions = Actions(self._buffers, self._store, self._compute, self._updates, self._ranks, self.device)
             if resume:
                 self._take_over()
-            self._runner = Runner(self.device)
+            self._runner = Runner(self.device, self._ranks)
             self._resources.callback(self._runner.close)
             # Once more after an interrupt in the first: before memory is freed.
             self._resources.callback(self._runner.close)
@@ -241,24 +263,31 @@ class Engine:
         """Where everything lives."""
         return self._plan
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together; one where torch.distributed is not set up."""
+        return self._ranks
+
     def step(self, micro_batches: Sequence[Batch], lr: float | None = None) -> StepResult:
         """One training step over all micro-batches. Late updates and reads for the next step go on after it."""
         rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
         start_s = time.perf_counter()
-        with self._alone("step()"):
+        with self._alone("step()"), self._together("step()"):
             context = self._context(micro_batches, rate, training=True)
             self._compute.require_trainable()
             self._collect()
             with self._random_state_kept():
-                self._call(self._prepare, context, spare=PlanError)
+                largest = self._agree("step()", context)
+                self._call(self._prepare, "step()", context, *largest, spare=(PlanError, RankError))
                 return self._call(self._train, context, start_s)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
         """The loss alone, after pending late updates; nothing is trained."""
-        with self._alone("evaluate()"):
+        with self._alone("evaluate()"), self._together("evaluate()"):
             context = self._context(micro_batches, 0.0, training=False)
             with self._random_state_kept():
-                self._call(self._prepare, context, spare=PlanError)
+                largest = self._agree("evaluate()", context)
+                self._call(self._prepare, "evaluate()", context, *largest, spare=(PlanError, RankError))
                 return self._call(self._evaluate, context)
 
     def flush(self) -> None:
@@ -268,12 +297,14 @@ class Engine:
 
     def save(self, metadata: Mapping[str, object] | None = None) -> None:
         """Publishes a checkpoint in the storage directories; a crash from then on returns to it. `metadata`, plain
-        JSON values, is published with it: both or neither."""
+        JSON values, is published with it: both or neither. Of several ranks all publish it or none; it is the first
+        one's metadata that count."""
         if self._store is None:
             raise ConfigError("there is no storage directory to save to: give storage=[...] when making the engine")
         if not self._checkpoints:
             raise ConfigError("the engine was made with checkpoints=False, which keeps no room for one: leave it out")
-        with self._alone("save()"):
+        with self._alone("save()"), self._together("save()"):
+            metadata = self._ranks.exchange("save()", metadata)[0]
             self._call(self._flush)
             try:
                 self._state.write_ram_parts()
@@ -293,16 +324,19 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 master on the CPU), block by block; one block at a time is in memory."""
         for number in range(len(self._blocks)):
-            with self._alone("named_parameters()"):  # for each block: steps may come in between
+            # For each block: steps may come in between.
+            with self._alone("named_parameters()"), self._together("named_parameters()"):
                 self._call(self._flush)
+                self._ranks.exchange("named_parameters()", number)
                 parameters = self._state.parameters_of(number)
             yield from parameters
 
     def named_moments(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, exp_avg, exp_avg_sq) of every trained parameter, block by block."""
         for number in range(len(self._blocks)):
-            with self._alone("named_moments()"):
+            with self._alone("named_moments()"), self._together("named_moments()"):
                 self._call(self._flush)
+                self._ranks.exchange("named_moments()", number)
                 moments = self._state.moments_of(number)
             yield from moments
 
@@ -358,7 +392,7 @@ class Engine:
         self._compute.set_training(True)
         moved = self._steps.train(self._step, len(context.batches), self._action(context))
         # The next forward waits for these lanes too, so waiting for them here costs nothing.
-        self._wait(Lane.COMPUTE, Lane.DOWNLOAD, *((Lane.NORM,) if self._plan.clipping else ()))
+        self._wait(Lane.COMPUTE, Lane.DOWNLOAD, Lane.NORM)
         skipped = self._judge(context)
         self._settle(context)
         self._step += 1
@@ -384,7 +418,7 @@ class Engine:
         self._steps.evaluate(self._step, len(context.batches), self._action(context))
         self._wait()
         self._collect()
-        return self._updates.loss_sum() / context.num_targets
+        return math.fsum(self._ranks.exchange("evaluate()", self._updates.own_loss_sum())) / context.num_targets
 
     def _flush(self) -> None:
         self._steps.flush(self._step, self._action(StepContext(self._step, (), 0, 0.0)))
@@ -395,14 +429,38 @@ class Engine:
         """What lanes call for an op; as long as one may, the engine is held."""
         return lambda op: self._actions.run(op, context)
 
-    def _prepare(self, context: StepContext) -> None:
-        """Makes room for this many micro-batches of this size, if there is not enough yet."""
-        num_micro_batches = len(context.batches)
+    def _agree(self, call: str, context: StepContext) -> tuple[int, int]:
+        """What all ranks' micro-batches are together. Returns how many the rank with the most has, and how large the
+        largest tensor between blocks is: all of them make room for that, or none has to."""
         activation_bytes = max(self._size_of_activation(*item) for item in enumerate(context.batches))
-        if num_micro_batches != self._num_micro_batches:
+        own = (self._step, context.lr, len(context.batches), context.num_targets, activation_bytes)
+        steps, rates, counts, targets, sizes = zip(*self._ranks.exchange(call, own), strict=True)
+        if len({*zip(steps, rates, strict=True)}) > 1:
+            raise ConfigError(
+                f"the ranks are at steps {', '.join(map(str, steps))} with the rates {', '.join(map(str, rates))}: all "
+                "of them make the same steps, with the same lr"
+            )
+        context.num_targets, context.first_index = sum(targets), sum(counts[: self._ranks.rank])
+        if context.num_targets <= 0:
+            raise ConfigError(f"the {sum(counts)} micro-batches have no target tokens: there is no loss to compute")
+        return max(counts), max(sizes)
+
+    def _require_same_values(self, samples: Mapping[str, object]) -> None:
+        """Every rank makes the whole model and keeps a part of it: the parts must be of one model."""
+        for rank, others in enumerate(self._ranks.exchange("Engine()", dict(samples))):
+            for name, sample in samples.items():
+                if others.get(name) != sample:
+                    raise ConfigError(
+                        f"{name} has other values on rank {rank} than on rank {self._ranks.rank}: seed all ranks alike "
+                        "before the model is made (torch.manual_seed), or load the same files"
+                    )
+
+    def _prepare(self, call: str, context: StepContext, num_micro_batches: int, activation_bytes: int) -> None:
+        """Makes room for this many micro-batches of this size, if there is not enough yet."""
+        if len(context.batches) != self._num_micro_batches:
             self._call(self._steps.drop_next)
             self._wait()  # homes of tensors move with the number of micro-batches
-            self._num_micro_batches = num_micro_batches
+            self._num_micro_batches = len(context.batches)
         if self._step_memory is not None and self._step_memory.fits(num_micro_batches, activation_bytes):
             return
         self._call(self._flush)
@@ -435,12 +493,14 @@ class Engine:
             )
         if stream is not None:
             stream.synchronize()  # streams that copy use it too, and no op tells them that it is zeroed
-        if self._store is not None:
-            try:
+        try:
+            if self._store is not None:
                 self._store.require_scratch(memory.scratch_sizes())
-            except PlanError:
-                memory.release()
-                raise
+            self._ranks.exchange(call, None)  # all have room, or none goes on
+        except (PlanError, RankError):
+            memory.release()
+            raise
+        if self._store is not None:
             self._call(self._store.resize_scratch, memory.scratch_sizes())
         self._buffers.use(self._plan, memory)
         self._step_memory = memory
@@ -462,9 +522,7 @@ class Engine:
 
     def _judge(self, context: StepContext) -> bool:
         """Whether the step was skipped: notes one whose gradient is not finite."""
-        blocks = self._updates.blocks_not_finite()
-        # Not context.skipped: without clipping nobody has waited for the lane that sets it.
-        skipped = context.skipped if self._plan.clipping else not math.isfinite(self._updates.loss_sum())
+        blocks, skipped = self._updates.blocks_not_finite(), context.skipped
         if not skipped and blocks:
             warnings.warn(
                 f"step {self._step}: the gradient of {', '.join(blocks[:3])}{' ...' if len(blocks) > 3 else ''} is not "
@@ -481,7 +539,7 @@ class Engine:
         before_s = self._busy_s
         self._collect()
         busy_s = {link: total - before_s.get(link, 0.0) for link, total in self._busy_s.items()}
-        loss = self._updates.loss_sum() / context.num_targets
+        loss = context.loss_sum / context.num_targets
         return make_result(context, moved, busy_s, loss=loss, elapsed_s=elapsed_s, skipped=skipped)
 
     def _collect(self) -> None:
@@ -497,7 +555,10 @@ class Engine:
         self._call(self._runner.wait, *lanes)
 
     def _call(
-        self, call: Callable[..., Result], *values: object, spare: type[GreedySnakeError] | tuple[()] = ()
+        self,
+        call: Callable[..., Result],
+        *values: object,
+        spare: tuple[type[GreedySnakeError], ...] = (),
     ) -> Result:
         """Any failure closes the engine, but a `spare` one: what is stored is that of the last checkpoint."""
         try:
@@ -520,6 +581,18 @@ class Engine:
         call = self._calls.begin(name, caller)
         self._require_open()
         return call
+
+    @contextmanager
+    def _together(self, call: str) -> Iterator[None]:
+        """What fails in a call of all ranks is told to the others; when one of them is gone, the engine is closed."""
+        try:
+            with self._ranks.together(call):
+                yield
+        except RankError as error:
+            if error.is_gone and self._closed is None:
+                self._runner.stop(error)
+                self._free(str(error))
+            raise
 
     def _require_open(self) -> None:
         if getpid() != self._owner:

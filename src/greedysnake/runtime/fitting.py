@@ -46,6 +46,16 @@ def make_plan(
     )
 
 
+def net_order(plan: Plan) -> dict[str, object]:
+    """What the order follows from in which weights and gradients pass between ranks."""
+    return {
+        "the blocks of the model": [(block.name, block.num_params, block.num_trainable) for block in plan.blocks],
+        "the blocks that stay on the device": [plan.keeps_weights(number) for number in range(plan.num_compute)],
+        "slots.weights": plan.slots.weights,
+        "dtype": plan.precision.name,
+    }
+
+
 def choose_chunk_params(wanted: int | None, stored: int | None, ram: int, precision: Precision) -> int:
     """Parameters in a chunk, a multiple of GRANULE: as wanted, as in the checkpoint that is continued, or as many as
     let the usual buffers fit into a quarter of the budget."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.models.sequential import BlockSource, Model
-from greedysnake.shapes import BlockShape, block_shape, pad
+from greedysnake.shapes import BlockShape, Share, block_shape, pad
 
 ALIGNMENT = 64
 """Parameters start at multiples of this many elements, so that kernels get addresses they run fast on."""
@@ -84,9 +84,12 @@ def take_values(parameter: nn.Parameter, dtype: torch.dtype, device: torch.devic
     setattr(parameter, TAKEN, True)
 
 
-def survey(model: Model, chunk_params: int, decays: DecayRule, *, needs_values: bool) -> list[FlatBlock]:
+def survey(
+    model: Model, chunk_params: int, decays: DecayRule, *, needs_values: bool, share: Share | None = None
+) -> list[FlatBlock]:
     """The shapes of all blocks, without their values. Shared parameters, if any, make one more block at the end.
-    With `needs_values` it refuses parameters that an engine has emptied."""
+    With `needs_values` it refuses parameters that an engine has emptied. `share` is what one of several ranks holds."""
+    share = share or Share()
     built: list[tuple[BlockSource, dict[str, nn.Parameter]]] = []
     with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
         # What load_state_dict says here: values that are read now are not kept.
@@ -114,14 +117,14 @@ def survey(model: Model, chunk_params: int, decays: DecayRule, *, needs_values: 
     for index, (source, parameters) in enumerate(built):
         own = {name: parameter for name, parameter in parameters.items() if id(parameter) not in shared}
         pool = "ends" if index in (0, len(built) - 1) else "layers"
-        block = _lay_out(source.name, own, chunk_params, decays, pool)
+        block = _lay_out(source.name, own, chunk_params, decays, pool, share)
         block.shared = {name: shared[key] for name, parameter in parameters.items() if (key := id(parameter)) in shared}
         blocks.append(block)
     if shared:
         first = {
             shared[key]: parameter for _, ps in built for parameter in ps.values() if (key := id(parameter)) in shared
         }
-        blocks.append(_lay_out("shared", first, chunk_params, decays, "shared"))
+        blocks.append(_lay_out("shared", first, chunk_params, decays, "shared", share))
     return blocks
 
 
@@ -152,7 +155,7 @@ def _shapes_of(source: BlockSource) -> dict[str, nn.Parameter]:
 
 
 def _lay_out(
-    name: str, parameters: dict[str, nn.Parameter], chunk_params: int, decays: DecayRule, pool: str
+    name: str, parameters: dict[str, nn.Parameter], chunk_params: int, decays: DecayRule, pool: str, share: Share
 ) -> FlatBlock:
     """Decaying parameters first, then the other trainable ones, then, from a chunk of their own, the frozen ones."""
     for parameter_name, parameter in parameters.items():
@@ -174,12 +177,12 @@ def _lay_out(
         end = _align(places[-1].end)
         if key in decaying:
             decay_end = end
-    num_trainable, start = end, pad(end)
+    num_trainable, start = end, pad(end, share.num_ranks)
     end = start
     for key in frozen:
         places.append(Place(key, end, parameters[key].shape, False))
         end = _align(places[-1].end)
-    shape = block_shape(name, num_trainable, end - start, chunk_params, pool)
+    shape = block_shape(name, num_trainable, end - start, chunk_params, pool, share)
     return FlatBlock(name, None, places, shape, decay_end)
 
 

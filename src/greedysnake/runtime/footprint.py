@@ -12,7 +12,7 @@ from greedysnake.errors import PlanError, StorageError, explained
 from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
-from greedysnake.runtime.directory import EXTENTS, SCRATCH, refuse_foreign_files
+from greedysnake.runtime.directory import EXTENTS, SCRATCH, own_directories, refuse_foreign_files
 from greedysnake.runtime.filling import fill_device, fill_ram
 from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram, slot_bytes
 from greedysnake.runtime.flat import FlatBlock, decays_by_default, survey
@@ -21,7 +21,7 @@ from greedysnake.runtime.memory import page_aligned
 from greedysnake.runtime.opening import Stored
 from greedysnake.runtime.state import extent_specs
 from greedysnake.runtime.store import count_slots
-from greedysnake.shapes import PRECISIONS, total_params
+from greedysnake.shapes import PRECISIONS, Share, total_params
 from greedysnake.sizes import format_size
 from greedysnake.verify import step_ssd_bytes
 
@@ -32,6 +32,7 @@ class Footprint:
 
     plan: Plan
     num_params: int
+    """All ranks' together; the bytes are one rank's."""
     homes: Mapping[str, Mapping[Home, int]]
     """What lives where between uses: weights, optimizer state, activations, gradients; and buffers."""
     ram_bytes: int
@@ -55,11 +56,17 @@ class Footprint:
 
 
 def outline(
-    model: Model, *, dtype: str, ram: int, chunk_params: int | None, stored: Stored | None = None
+    model: Model,
+    *,
+    dtype: str,
+    ram: int,
+    chunk_params: int | None,
+    stored: Stored | None = None,
+    share: Share | None = None,
 ) -> list[FlatBlock]:
     """The blocks of a model, cut into chunks as a run with this budget cuts them, or as the one that is continued."""
     chunk_params = choose_chunk_params(chunk_params, (stored or Stored()).chunk_params, ram, PRECISIONS[dtype])
-    return survey(model, chunk_params, decays_by_default, needs_values=False)
+    return survey(model, chunk_params, decays_by_default, needs_values=False, share=share)
 
 
 def foresee(
@@ -158,16 +165,19 @@ def device_bytes(plan: Plan, num_micro_batches: int, activation_bytes: int) -> i
     return _device_slots(plan) + num_tensors * page_aligned(activation_bytes)
 
 
-def require_disk(footprint: Footprint, directories: Sequence[str | Path]) -> None:
-    """PlanError unless every drive has room for the store, StorageError unless it can be written and is nobody's.
+def require_disk(footprint: Footprint, directories: Sequence[str | Path], share: Share | None = None) -> None:
+    """PlanError unless every drive has room for the stores of all ranks on this host, StorageError unless it can be
+    written and is nobody's.
 
     Files of an earlier run of the same store count as room. Nothing is left behind.
     """
-    for directory in map(Path, directories):
+    share = share or Share()
+    own = own_directories(directories, share)
+    for directory in own:
         _require_writable(directory, nearest_existing(directory))
         if directory.is_dir():
             refuse_foreign_files(directory)
-    for drive in _drives(footprint, directories):
+    for drive in _drives(footprint, own, share.num_here):
         nbytes, free = drive.needed_bytes, drive.free_bytes
         if nbytes > free:
             raise PlanError(
@@ -185,12 +195,14 @@ def _smaller(footprint: Footprint) -> str:
     return "set single_slot, which halves it"
 
 
-def missing_room(footprint: Footprint, directories: Sequence[str | Path]) -> int:
-    """Bytes that would have to be freed so that every drive has room for the store, and for as much as one slot of it
-    besides: an export, and other people's files. What the drives already gave it does not count."""
+def missing_room(footprint: Footprint, directories: Sequence[str | Path], share: Share | None = None) -> int:
+    """Bytes that would have to be freed so that every drive has room for the stores of all ranks on this host, and for
+    as much as one slot of them besides: an export, and other people's files. What the drives already gave it does not
+    count."""
+    share = share or Share()
     return sum(
         max(0, drive.needed_bytes + drive.slot_bytes - drive.free_bytes)
-        for drive in _drives(footprint, directories)
+        for drive in _drives(footprint, own_directories(directories, share), share.num_here)
         if drive.needed_bytes
     )
 
@@ -204,16 +216,16 @@ class _Drive:
     slot_bytes: int = 0
 
 
-def _drives(footprint: Footprint, directories: Sequence[str | Path]) -> list[_Drive]:
-    """What the store takes of each drive, however many of its directories lie there."""
+def _drives(footprint: Footprint, directories: Sequence[Path], num_stores: int) -> list[_Drive]:
+    """What so many stores like this take of each drive, however many of their directories lie there."""
     drives: dict[int, _Drive] = {}
-    for directory, nbytes, slot in zip(map(Path, directories), footprint.disk_bytes, footprint.slot_bytes, strict=True):
+    for directory, nbytes, slot in zip(directories, footprint.disk_bytes, footprint.slot_bytes, strict=True):
         existing = nearest_existing(directory)
         status = os.statvfs(existing)
         drive = drives.setdefault(os.stat(existing).st_dev, _Drive([], status.f_bavail * status.f_frsize))
         drive.directories.append(directory)
-        drive.needed_bytes += max(0, nbytes - _taken(directory))
-        drive.slot_bytes += slot
+        drive.needed_bytes += max(0, nbytes - _taken(directory)) * num_stores
+        drive.slot_bytes += slot * num_stores
     return list(drives.values())
 
 
@@ -257,7 +269,7 @@ def _step_bytes(plan: Plan, kept: set[tuple[int, int]], num_micro_batches: int, 
 def _homes(plan: Plan, step: _Step) -> dict[str, dict[Home, int]]:
     in_ram = _in_ram(plan)
     precision = plan.precision
-    weights = total_params(plan.blocks) * precision.weight_bytes
+    weights = sum(block.num_own for block in plan.blocks) * precision.weight_bytes
     state = sum(
         chunk.num_params * (precision.state_bytes if chunk.trainable else precision.residual_bytes)
         for block in plan.blocks

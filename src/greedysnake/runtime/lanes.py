@@ -106,9 +106,18 @@ class LaneRunner:
     """One in-order lane. `depth` ops may be in flight where `run` returns a Wait; they retire in order."""
 
     def __init__(
-        self, lane: Lane, failure: Failure, clock: Clock, *, stream: torch.cuda.Stream | None = None, depth: int = 1
+        self,
+        lane: Lane,
+        failure: Failure,
+        clock: Clock,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        depth: int = 1,
+        leave: Callable[..., None] | None = None,
     ) -> None:
+        """`leave(failed=...)` is called when its thread ends."""
         self.lane = lane
+        self._leave = leave
         self.stream = stream
         self.busy_s = 0.0
         """Time with at least one op under way, over all ops recorded so far."""
@@ -237,7 +246,7 @@ class LaneRunner:
                 task = waiting = None  # an idle lane holds on to nothing: an engine that nobody uses may go
                 task = self._next(block=not flying)
                 if task is None and not flying:
-                    return
+                    break
                 if task is not None and (not flying or (len(flying) < self._depth and _is_ready(task))):
                     self._pop()
                     for lane, number in task.after:
@@ -257,6 +266,8 @@ class LaneRunner:
         except BaseException as error:  # every failure must reach the caller of step()
             self._failure.set(error, task.op if task else None)
         self._land(flying)
+        if self._leave:
+            self._leave(failed=self._failure.error is not None)
 
     def _land(self, flying: deque[tuple[Task, Wait, float]]) -> None:
         """After a failure: waits for what is in flight, since it still uses its buffers."""

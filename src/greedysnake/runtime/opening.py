@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from greedysnake.runtime.directory import (
     SCRATCH,
     Identity,
     StoreDirectory,
+    folders_in,
     require_space,
 )
 from greedysnake.runtime.layout import ExtentSpec, Layout
@@ -24,13 +25,14 @@ from greedysnake.runtime.manifest import Manifest
 
 
 def holds_store(directory: Path) -> bool:
-    """Whether a directory is one of a store, with a checkpoint or without."""
-    return (directory / IDENTITY).exists()
+    """Whether a directory is one of a store, with a checkpoint or without; of one rank or of several."""
+    return any((folder / IDENTITY).exists() for folder in folders_in(directory))
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Whether the first directory of a store has a checkpoint, or the remains of one. Takes no lock."""
-    return any((directory / name).exists() for name in (MANIFEST, MANIFEST_IN_USE))
+    """Whether the first directory of a store has a checkpoint, or the remains of one; of one rank or of any of several.
+    Takes no lock."""
+    return any((folder / name).exists() for folder in folders_in(directory) for name in (MANIFEST, MANIFEST_IN_USE))
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,61 @@ def stored_in(directory: Path) -> Stored:
     path = directory / MANIFEST
     with explained("read", path):
         if not path.exists():
+            path = directory / (MANIFEST + NEW)  # of several ranks, one may have been cut off in the first checkpoint
+        if not path.exists():
             return Stored()
-        manifest = Manifest.decode(path.read_bytes(), str(path))
+        try:
+            manifest = Manifest.decode(path.read_bytes(), str(path))
+        except StorageError:
+            if path.suffix == NEW:
+                return Stored()
+            raise
     chunk_params = manifest.metadata.get("chunk_params")
     return Stored(manifest.num_slots, chunk_params if isinstance(chunk_params, int) else None)
+
+
+def saved_step(directory: Path) -> int:
+    """The step of the checkpoint that a rank has in place, in the first of its directories; -1 without one."""
+    path = directory / MANIFEST
+    with explained("read", path):
+        return Manifest.decode(path.read_bytes(), str(path)).step if path.exists() else -1
+
+
+Exchange = Callable[[object], Sequence[object]]
+"""What each of several stores says that keep a checkpoint together."""
+
+
+def alone(value: object) -> Sequence[object]:
+    return (value,)
+
+
+def settle_manifest(directory: StoreDirectory, exchange: Exchange) -> None:
+    """Of stores that keep a checkpoint together, some may have been cut off before they put the last one in place. It
+    is complete, or none of them would have it: those that lag behind put theirs in place now."""
+    found = _manifest(directory, MANIFEST)
+    steps = [step for step in exchange(found.step if found else -1) if isinstance(step, int)]
+    if found and found.step == max(steps):
+        exchange(found.step)  # the others may not write on before all are there
+        return
+    staged = _staged(directory)
+    if staged is not None and staged.step == max(steps) >= 0:
+        directory.rename(MANIFEST + NEW, MANIFEST)
+        found = staged
+    for number, step in enumerate(exchange(found.step if found else -1)):
+        if step != max(steps):
+            at = f"at step {step}" if step != -1 else "without a checkpoint"
+            raise StorageError(
+                f"the ranks have no checkpoint in common: rank {number} is {at}, another at step {max(steps)}: restore "
+                f"the directories as they were, or {ANEW}"
+            )
+
+
+def _staged(directory: StoreDirectory) -> Manifest | None:
+    """The manifest that was ready to be put in place, if it is whole."""
+    try:
+        return _manifest(directory, MANIFEST + NEW)
+    except StorageError:
+        return None
 
 
 def resume_store(

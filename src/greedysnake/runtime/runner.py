@@ -13,6 +13,7 @@ from greedysnake.errors import ConfigError, GreedySnakeError, OpError
 from greedysnake.hazards import Hazards
 from greedysnake.ops import Lane, Op
 from greedysnake.runtime.lanes import Clock, Failure, Job, LaneRunner, Stopped, Task, Wait
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.trace import Record
 
 Linked = dict[Lane, list[Task]]
@@ -55,7 +56,7 @@ class SwitchInterval:
 class Runner:
     """Lanes that live as long as the engine. The compute lane is the thread that calls run()."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self._failure = Failure()
         clock = Clock(device)
         self._records: list[Record] = []
@@ -64,9 +65,18 @@ class Runner:
         self._switches_fast = False
         try:
             for lane in Lane:
-                on_device = device.type == "cuda" and lane.link in ("compute", "h2d", "d2h")
+                if lane.link == "net" and ranks.count == 1:
+                    continue
+                on_device = device.type == "cuda" and lane.link in ("compute", "h2d", "d2h", "net")
                 stream = torch.cuda.Stream(device) if on_device else None
-                self._lanes[lane] = LaneRunner(lane, self._failure, clock, stream=stream, depth=lane.depth)
+                self._lanes[lane] = LaneRunner(
+                    lane,
+                    self._failure,
+                    clock,
+                    stream=stream,
+                    depth=lane.depth,
+                    leave=partial(ranks.leave, lane),
+                )
                 if lane is not Lane.COMPUTE:
                     self._lanes[lane].start(device)
             SwitchInterval.shorten()
@@ -125,7 +135,7 @@ class Runner:
 
     def wait(self, *lanes: Lane) -> None:
         """Blocks until these lanes, or all, have ended what they were given."""
-        for lane in lanes or tuple(Lane):
+        for lane in lanes or tuple(self._lanes):
             self._guard(self._lanes[lane].wait_idle, None)
 
     def take_records(self) -> list[Record]:

@@ -16,8 +16,9 @@ from greedysnake.placement import Home
 from greedysnake.runtime.flat import FlatBlock, Place
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.memory import HostMemory
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.store import Store, StoreTicket
-from greedysnake.shapes import BlockShape, Chunk, Precision
+from greedysnake.shapes import BlockShape, Chunk, Precision, Share
 
 WEIGHT, STATE = 0, 1
 """Parts of an extent."""
@@ -29,16 +30,23 @@ def extent_specs(plan: Plan, *, checkpoints: bool) -> list[ExtentSpec]:
     specs = []
     for block, homes in zip(plan.blocks, plan.homes, strict=True):
         for chunk, home in zip(block.chunks, homes, strict=True):
-            per_param = plan.precision.state_bytes if chunk.trainable else plan.precision.residual_bytes
-            parts = [chunk.num_params * plan.precision.weight_bytes, chunk.num_params * per_param]
             in_ram = [part for part, where in ((WEIGHT, home.weight), (STATE, home.state)) if where is Home.RAM]
-            specs.append(ExtentSpec(tuple(part for part in parts if part), frozenset(() if checkpoints else in_ram)))
+            parts = tuple(part for part in part_bytes(chunk, plan.precision) if part)
+            specs.append(ExtentSpec(parts, frozenset(() if checkpoints else in_ram)))
     return specs
 
 
-def fingerprint(blocks: Sequence[FlatBlock], precision: Precision) -> str:
-    """Names what the extents hold: every parameter with its place, and the precision."""
+def part_bytes(chunk: Chunk, precision: Precision) -> tuple[int, int]:
+    """Bytes of a chunk's weight and of the rest of it."""
+    per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
+    return chunk.num_params * precision.weight_bytes, chunk.num_params * per_param
+
+
+def fingerprint(blocks: Sequence[FlatBlock], precision: Precision, share: Share | None = None) -> str:
+    """Names what the extents hold: every parameter with its place, the precision, and which rank's part it is."""
     digest = hashlib.sha256(precision.name.encode())
+    if share and share.num_ranks > 1:
+        digest.update(f"rank {share.rank} of {share.num_ranks}".encode())
     for block in blocks:
         for place in block.places:
             digest.update(f"{block.name} {place.name} {place.offset} {tuple(place.shape)} {place.trainable}".encode())
@@ -96,8 +104,10 @@ class ModelState:
         host: HostMemory,
         store: Store | None,
         pool: _native.ThreadPool,
+        ranks: Ranks,
     ) -> None:
         self._plan = plan
+        self._ranks = ranks
         self._blocks = blocks
         self._host = host
         self._store = store
@@ -156,7 +166,7 @@ class ModelState:
             self._keep_in_ram(number, index, slot)
 
     def parameters_of(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master) of one block, which is read as a whole before this returns."""
+        """(name, fp32 master) of one block, which is read as a whole before this returns. All ranks ask at once."""
         block = self._blocks[number]
         master = torch.zeros(block.shape.num_params, dtype=torch.float32, device="cpu")
         for index, chunk in enumerate(block.shape.chunks):
@@ -164,6 +174,8 @@ class ModelState:
             self._load(number, index, slot)
             target = master[chunk.start : chunk.start + chunk.num_params]
             self._join(slot, chunk, target)
+        for part in (master[: block.shape.num_trainable], master[block.shape.num_trainable :]):
+            self._ranks.gather_parts(part)
         return ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
 
     def moments_of(self, number: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -177,6 +189,8 @@ class ModelState:
                 start = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
                 both = slot[start : start + 8 * chunk.num_params].view(torch.float32).view(2, -1)
                 moments[:, chunk.start : chunk.start + chunk.num_params].copy_(both)
+        for moment in moments:
+            self._ranks.gather_parts(moment)
         places = [place for place in block.places if place.trainable]
         both_of = ((place, moments[:, place.offset : place.end].clone()) for place in places)
         return ((place.name, both[0].view(place.shape), both[1].view(place.shape)) for place, both in both_of)
@@ -190,10 +204,7 @@ class ModelState:
             target.copy_(slot[: target.nbytes].view(torch.float32))
 
     def _sizes(self, number: int, index: int) -> tuple[int, int]:
-        """Bytes of a chunk's weight and of the rest of it."""
-        chunk, precision = self._plan.blocks[number].chunks[index], self._plan.precision
-        per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
-        return chunk.num_params * precision.weight_bytes, chunk.num_params * per_param
+        return part_bytes(self._plan.blocks[number].chunks[index], self._plan.precision)
 
     def _load(self, number: int, index: int, slot: torch.Tensor, wanted: Home | None = None) -> None:
         """Gathers a whole chunk, from RAM and SSD, in an update slot; or what has the home that is wanted."""

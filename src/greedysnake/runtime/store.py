@@ -29,7 +29,15 @@ from greedysnake.runtime.directory import (
 from greedysnake.runtime.io import File, IoEngine, Ticket
 from greedysnake.runtime.layout import ExtentSpec, Layout, Place, run_lengths
 from greedysnake.runtime.manifest import Manifest, plain_json
-from greedysnake.runtime.opening import allocate_scratch, create_store, require_scratch, resume_store
+from greedysnake.runtime.opening import (
+    Exchange,
+    allocate_scratch,
+    alone,
+    create_store,
+    require_scratch,
+    resume_store,
+    settle_manifest,
+)
 from greedysnake.runtime.slots import Attempt, SlotTable, same_slot
 
 __all__ = ["ExtentSpec", "Store", "StoreTicket"]
@@ -87,12 +95,15 @@ class Store:
         spare_slot: bool = False,
         scratch: Sequence[int] = (),
         verify_reads: bool = True,
+        exchange: Exchange = alone,
     ) -> None:
         """Open the store in `directories`: new, or with `resume` at its last checkpoint.
 
         `fingerprint` names what the extents hold; a checkpoint of another one is refused. `overwrite`
         discards a checkpoint that is there. Without `checkpoints` none is published, and one slot is enough. Tentative
         writes need a `spare_slot`. `scratch` gives the sizes of ranges that no checkpoint keeps.
+
+        Several stores may keep a checkpoint together, all of them or none: `exchange` gives what each of them says.
         """
         if resume and overwrite:
             raise ConfigError("resume and overwrite contradict each other: give one of them")
@@ -101,6 +112,7 @@ class Store:
         self._extents = tuple(extents)
         self._fingerprint = fingerprint
         self._io = io
+        self._exchange = exchange
         if single_slot and checkpoints:
             warnings.warn(_SINGLE_SLOT_WARNING, RuntimeWarning, stacklevel=2)
         num_slots = count_slots(single_slot=single_slot, checkpoints=checkpoints, spare_slot=spare_slot)
@@ -117,6 +129,7 @@ class Store:
         with ExitStack() as undo:
             self._members = [_enter(StoreDirectory(directory, resume=resume), undo) for directory in self.directories]
             if resume:
+                settle_manifest(self._members[0], exchange)
                 manifest, self._layout = resume_store(self._members, self._layout, self._extents, fingerprint)
                 self._checkpoint, self._store_id = manifest, manifest.store
             else:
@@ -238,7 +251,9 @@ class Store:
     def publish(self, step: int, metadata: Mapping[str, object]) -> None:
         """Make what was written the checkpoint of `step`; durable on return. Blocks on the drives.
 
-        Every write must have been waited for. On an error the checkpoint before stays.
+        Every write must have been waited for. On an error the checkpoint before stays. Of several stores that keep a
+        checkpoint together, each has its manifest ready before one puts it in place, and all have it in place before
+        one writes on: whenever they are cut off, those that lag behind can follow.
         """
         with self._lock:
             self._require_writable()
@@ -249,10 +264,12 @@ class Store:
             encoded = manifest.encode()
             self._sync_data()
             self._members[0].stage(MANIFEST, encoded)
+            self._exchange(step)
             # Until the slots say so too, no exception, a signal handler's included, may lead to another write: it would
             # go over what the new manifest names.
             self._broken = f"publishing the checkpoint of step {step} was interrupted"
             self._put_in_place()
+            self._exchange(step)
             self._slots.pin()
             self._checkpoint, self._in_place = manifest, False
             self._broken = None

@@ -20,6 +20,7 @@ from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.optimizer import AdamW, Fp32Chunk, Gradient, SplitChunk, update_fp32, update_split
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.shapes import GRANULE, Chunk
 
 CLIP_EPSILON = 1e-6
@@ -45,10 +46,12 @@ class Updates:
         buffers: Buffers,
         pool: _native.ThreadPool,
         optimizer: AdamW,
+        ranks: Ranks,
         *,
         max_grad_norm: float | None,
     ) -> None:
         self.num_updates = 0
+        self._ranks = ranks
         self._blocks = blocks
         self._buffers = buffers
         self._pool = pool
@@ -66,8 +69,8 @@ class Updates:
         """Whether the last step's gradient was applied as it is: neither clipped nor skipped."""
         return self._verdict is not None and self._verdict.scale == 1.0 and not self._verdict.skip
 
-    def loss_sum(self) -> float:
-        """The summed loss that the last L op brought to the host."""
+    def own_loss_sum(self) -> float:
+        """The summed loss that the last L op brought to the host: of this rank's micro-batches."""
         return float(self._loss.item())
 
     def blocks_not_finite(self) -> list[str]:
@@ -108,12 +111,15 @@ class Updates:
         return 0
 
     def decide(self, op: Op, context: StepContext) -> int:
-        """Whether the step counts, and by which rate, bias correction and scale its updates go."""
-        finite = math.isfinite(self._loss.item())
+        """Whether the step counts, and by which rate, bias correction and scale its updates go. All ranks decide the
+        same, from the same numbers."""
+        own = math.fsum(float(partials.sum()) for partials in self._squares if len(partials))
+        context.loss_sum, squares = self._ranks.sum_numbers([self.own_loss_sum(), own])
+        finite = math.isfinite(context.loss_sum)
         scale = 1.0
         if self._buffers.plan.clipping:
             assert self._max_grad_norm is not None
-            norm = math.sqrt(math.fsum(float(partials.sum()) for partials in self._squares if len(partials)) or 0.0)
+            norm = math.sqrt(squares or 0.0)
             context.grad_norm = norm
             finite = finite and math.isfinite(norm)
             scale = min(1.0, self._max_grad_norm / (norm + CLIP_EPSILON)) if finite else 1.0

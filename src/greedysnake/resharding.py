@@ -1,0 +1,75 @@
+"""A run's last checkpoint as a new run for another number of processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from greedysnake.config import METRICS, Config
+from greedysnake.durable import sync
+from greedysnake.errors import ConfigError, explained
+from greedysnake.preparation import make_model, model_configuration, require_same_model, values_of
+from greedysnake.runs import Run, load_run, note_run, require_none_lost
+from greedysnake.runtime.opening import holds_checkpoint
+from greedysnake.runtime.stored import StoredModel, copy_for_ranks
+
+
+@explained("use")
+def reshard_run(run: Path, out: Path, num_ranks: int, *, storage: Sequence[Path] = ()) -> Config:
+    """Makes the new folder `out` a run that goes on from the last checkpoint of the one in `run`, on so many ranks and
+    with as many micro-batches in a step. The old run stays as it is. The new store comes to `storage`, or into `out`.
+
+    Returns the configuration of the new run. What was begun is taken away after an error.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"--ranks is {num_ranks}: give at least 1")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"OUT is {str(out)!r}, which exists: name a new or empty folder")
+    noted = load_run(run)
+    config = noted.config
+    if not holds_checkpoint(config.storage[0]):
+        require_none_lost(noted, config.storage[0])
+        raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
+    model_config = model_configuration(config, is_new=False)
+    model = make_model(config, model_config)
+    with StoredModel(model, config.storage, dtype=config.dtype) as stored, _taken_away_after_an_error(out):
+        noted.require_own(stored.metadata, config.storage[0])
+        require_same_model(stored, values_of(model_config), str(run))
+        new = _changed(config, out, stored.num_ranks, num_ranks, storage)
+        copy_for_ranks(model, stored, new.storage, num_ranks, single_slot=config.engine.single_slot)
+        if (run / METRICS).exists():
+            with explained("write", out / METRICS):
+                shutil.copyfile(run / METRICS, out / METRICS)
+                sync(out / METRICS)
+        note_run(Run(new, noted.run_id, True, out))  # last: from here on it is a run
+    return new
+
+
+def _changed(config: Config, out: Path, had: int, num_ranks: int, storage: Sequence[Path]) -> Config:
+    """A step keeps its micro-batches, so that data, rates and losses go on as they would have."""
+    in_a_step = config.training.gradient_accumulation_steps * had
+    if in_a_step % num_ranks:
+        raise ConfigError(
+            f"--ranks is {num_ranks}, and a step of the run has {in_a_step} micro-batches "
+            f"({config.training.gradient_accumulation_steps} on each of {had}): give a number that divides them"
+        )
+    training = replace(config.training, gradient_accumulation_steps=in_a_step // num_ranks)
+    engine = replace(config.engine, storage=tuple(str(path.absolute()) for path in storage))
+    return replace(config, output_dir=str(out), training=training, engine=engine)
+
+
+@contextmanager
+def _taken_away_after_an_error(folder: Path) -> Iterator[None]:
+    was_there = folder.exists()
+    os.makedirs(folder, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        if was_there:
+            folder.mkdir(exist_ok=True)
+        raise

@@ -1,0 +1,196 @@
+"""Processes that train one model together, one per device: what they tell each other. World size 1 is not special.
+
+Weights and gradients pass between devices on two lanes, each with a group of its own, in the same order on every rank.
+The threads of the host have theirs. Nobody waits for a rank that has failed: it says so in the place of its next
+answer, and what it leaves open is closed, which ends the others' waiting.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from greedysnake.errors import ConfigError, GreedySnakeError, RankError
+from greedysnake.ops import Lane
+from greedysnake.shapes import Share
+
+Value = TypeVar("Value")
+# The first names are those of torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def current_share() -> Share:
+    """That of this process, before there is an engine. All ranks ask at once."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Share()
+    hosts: list[Any] = [None] * dist.get_world_size()
+    with _explained():
+        dist.all_gather_object(hosts, socket.gethostname())
+    return Share(dist.get_rank(), len(hosts), hosts.count(socket.gethostname()))
+
+
+LANES = (Lane.GATHER, Lane.REDUCE, Lane.NORM)
+"""Whose threads talk to other ranks."""
+
+
+class Ranks:
+    """This process among those that torch.distributed knows; alone where that was not set up."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Every rank makes one at the same time."""
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.count = dist.get_world_size() if together else 1
+        self._host: Any = None
+        self._of_lane: dict[Lane, Any] = {}
+        if self.count > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            self._host = dist.new_group(backend="gloo")
+            for lane in LANES:
+                self._of_lane[lane] = dist.new_group(backend="gloo" if lane is Lane.NORM else backend)
+        host = socket.gethostname()
+        self.share = Share(self.rank, self.count, self.exchange("Engine()", host).count(host))
+
+    # Words, on the thread that calls the engine
+
+    def exchange(self, call: str, value: Value) -> list[Value]:
+        """What every rank gives, in their order. RankError when one of them has failed instead, or is in another
+        call."""
+        answers = self._exchange(None, call, value)
+        for rank, (_, other, _) in enumerate(answers):
+            if other != call:
+                raise RankError(
+                    f"rank {self.rank} is in {call} and rank {rank} in {other}: all ranks make the same calls, in the "
+                    "same order"
+                )
+        return [found for _, _, found in answers]
+
+    def agree(self, call: str, values: Mapping[str, object]) -> None:
+        """ConfigError unless every rank gives the same values under the same names."""
+        everyone = self.exchange(call, dict(values))
+        for name in values:
+            for rank, other in enumerate(everyone):
+                if other.get(name) != everyone[0].get(name):
+                    raise ConfigError(
+                        f"{name} is {everyone[0].get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}: give "
+                        "all ranks the same"
+                    )
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """What fails here is told to the others, who are waiting for an answer, or will be."""
+        try:
+            yield
+        except RankError:
+            raise  # the others know
+        except Exception as error:
+            self._tell(call, f"{type(error).__name__}: {error}")
+            raise
+
+    def _tell(self, call: str, problem: str) -> None:
+        try:
+            self._exchange(problem, call, None)
+        except (RankError, RuntimeError):
+            pass  # they have failed too, or are gone: what is wrong here is said here
+
+    def _exchange(self, problem: str | None, call: str, value: Any) -> list[tuple[str | None, str, Any]]:
+        if self.count == 1:
+            return [(problem, call, value)]
+        answers: list[Any] = [None] * self.count
+        with _explained():
+            dist.all_gather_object(answers, (problem, call, value), group=self._open(self._host))
+        for rank, (found, _, _) in enumerate(answers):
+            if found is not None and rank != self.rank:
+                raise RankError(f"rank {rank} failed: {found}")
+        return answers
+
+    # Values on the host
+
+    def gather_parts(self, whole: torch.Tensor) -> None:
+        """Completes a vector of which every rank has filled its own part. On the thread that calls the engine."""
+        self._gather(whole, self._host)
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Element by element over all ranks, in fp64. On the lane that judges a step."""
+        if self.count == 1:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        with _explained():
+            dist.all_reduce(total, group=self._open(self._of_lane.get(Lane.NORM)))
+        return [float(number) for number in total]
+
+    # Values on the device, on the lanes' threads and streams
+
+    def gather(self, weights: torch.Tensor) -> None:
+        """Completes a part of a block's flat vector, of which every rank has filled its own range."""
+        self._gather(weights, self._of_lane.get(Lane.GATHER))
+
+    def reduce(self, gradients: torch.Tensor, largest: torch.Tensor | None) -> None:
+        """Adds up the gradients of all ranks; each gets the sum in its own range. `largest`, one number, is not finite
+        afterwards where any rank's was not."""
+        group = self._open(self._of_lane.get(Lane.REDUCE))
+        with _explained():
+            _reduce_scatter(self._own(gradients), gradients, group=group)
+            if largest is not None:
+                dist.all_reduce(largest, group=group)
+
+    def _gather(self, whole: torch.Tensor, group: Any) -> None:
+        if self.count > 1 and len(whole):
+            with _explained():
+                _all_gather(whole, self._own(whole), group=self._open(group))
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        each = len(whole) // self.count
+        return whole[self.rank * each : (self.rank + 1) * each]
+
+    # The end
+
+    def leave(self, lane: Lane, *, failed: bool) -> None:
+        """The thread of a lane ends: others that wait for it there are told so."""
+        group = self._of_lane.pop(lane, None)
+        if group is not None:
+            _close(group, failed=failed)
+
+    def close(self) -> None:
+        """Leaves all groups; those who wait for an answer of this rank do so no longer."""
+        for lane in list(self._of_lane):
+            self.leave(lane, failed=True)
+        group, self._host = self._host, None
+        if group is not None:
+            _close(group, failed=True)
+
+    @staticmethod
+    def _open(group: Any) -> Any:
+        if group is None:
+            raise RankError("this rank has left the others: its engine is closed")
+        return group
+
+
+def _close(group: Any, *, failed: bool) -> None:
+    """A group of gloo closes its connections when nobody holds it any more, which others notice at once; kernels of
+    NCCL that wait for other ranks have to be ended."""
+    if not dist.is_initialized():
+        return
+    if failed and dist.get_backend(group) == "nccl":
+        group.abort()
+    dist.destroy_process_group(group)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What torch says about a rank that is gone, in a sentence of ours."""
+    try:
+        yield
+    except GreedySnakeError:
+        raise
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RankError(
+            f"another rank ended or cannot be reached: look at what it said last ({first})", is_gone=True
+        ) from error

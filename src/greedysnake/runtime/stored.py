@@ -1,0 +1,272 @@
+"""A checkpoint to be read without training: of one rank, or of several whose parts it puts together.
+
+What passes through are flat vectors, one for each kind of value (weight, residual, moments), so that a checkpoint can
+be given to another number of ranks bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from greedysnake import _native
+from greedysnake.errors import ANEW, ConfigError, StorageError
+from greedysnake.models.sequential import Model
+from greedysnake.runtime.arena import Arena
+from greedysnake.runtime.directory import num_ranks_in, own_directories
+from greedysnake.runtime.fitting import MOST_CHUNK_PARAMS
+from greedysnake.runtime.flat import DecayRule, FlatBlock, decays_by_default, survey
+from greedysnake.runtime.io import IoEngine
+from greedysnake.runtime.layout import ExtentSpec
+from greedysnake.runtime.opening import Exchange, alone, saved_step, stored_in
+from greedysnake.runtime.state import extent_numbers, fingerprint, part_bytes
+from greedysnake.runtime.store import Store, StoreTicket
+from greedysnake.shapes import PRECISIONS, Chunk, Precision, Share
+
+NUM_BUFFERS = 3
+"""Chunks that are read ahead."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's part: its blocks, and the store that they are in."""
+
+    blocks: Sequence[FlatBlock]
+    store: Store
+    extent: Mapping[tuple[int, int], int]
+
+
+class StoredModel:
+    """Reads the checkpoint in `directories`, which stays as it is. Holds the locks of its stores until it is closed."""
+
+    def __init__(
+        self,
+        model: Model,
+        directories: Sequence[str | Path],
+        *,
+        dtype: str = "bfloat16",
+        decays: DecayRule = decays_by_default,
+    ) -> None:
+        self.precision = PRECISIONS[dtype]
+        num_ranks = num_ranks_in(Path(directories[0]))
+        shares = [Share(rank, num_ranks) for rank in range(num_ranks)]
+        own = [own_directories(directories, share) for share in shares]
+        steps = [saved_step(paths[0]) for paths in own]
+        if max(steps) < 0:
+            raise StorageError(f"{directories[0]} holds no checkpoint to read: {ANEW}")
+        noted = [stored_in(paths[0]).chunk_params for paths in own]
+        self.chunk_params = next((found for found in noted if found), MOST_CHUNK_PARAMS)
+        with ExitStack() as undo:
+            io = undo.enter_context(IoEngine())
+            self.pool = _native.ThreadPool(os.cpu_count() or 1, None)
+            undo.callback(self.pool.close)
+            self._ranks: list[_Rank] = []
+            for share, paths in zip(shares, own, strict=True):
+                blocks = survey(model, self.chunk_params, decays, needs_values=False, share=share)
+                exchange = partial(_as_if_all_said, steps, share.rank)
+                self._ranks.append(_open(blocks, paths, self.precision, share, io, undo, exchange=exchange))
+            largest = max(chunk.num_params for block in self._ranks[0].blocks for chunk in block.shape.chunks)
+            self._arena = undo.enter_context(Arena(NUM_BUFFERS * largest * self.precision.all_bytes))
+            whole = self._arena.allocate(self._arena.budget_bytes, "chunks that are read")
+            self._buffers = deque(whole.split(largest * self.precision.all_bytes))
+            self._last: tuple[int, int, int] | None = None
+            """The chunk (rank, block, number) that is in the first buffer."""
+            self._resources = undo.pop_all()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps done at the checkpoint."""
+        step = self._ranks[0].store.step
+        assert step is not None
+        return step
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """What `save` of the engine was given."""
+        user = self.own_metadata(0).get("user", {})
+        assert isinstance(user, dict)
+        return user
+
+    def own_metadata(self, rank: int) -> Mapping[str, object]:
+        """What the engine of a rank noted for itself as well."""
+        return self._ranks[rank].store.metadata
+
+    @property
+    def blocks(self) -> Sequence[FlatBlock]:
+        """As the first rank has them."""
+        return self._ranks[0].blocks
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, fp32 master), block by block; one block at a time is in memory."""
+        for number, block in enumerate(self.blocks):
+            master = torch.zeros(block.shape.num_params, dtype=torch.float32, device="cpu")
+            for _, chunk, values in self._read(number):
+                target = master[chunk.start : chunk.start + chunk.num_params]
+                if self.precision.residual_bytes:
+                    addresses = values[0].data_ptr(), values[1].data_ptr(), target.data_ptr()
+                    _native.join(self.pool, *addresses, chunk.num_params)
+                else:
+                    target.copy_(values[0].view(torch.float32))
+            yield from ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
+
+    def read_range(self, number: int, start: int, targets: Sequence[torch.Tensor], *, trainable: bool) -> None:
+        """Fills vectors, one for each kind of value, with those of a range of the trainable or of the frozen part of a
+        block. Ranges that follow on each other read no chunk twice."""
+        sizes = kinds(self.precision, trainable=trainable)
+        end = start + len(targets[0]) // sizes[0]
+        for rank, part in enumerate(self._ranks):
+            shape = part.blocks[number].shape
+            before = 0 if trainable else shape.num_trainable
+            for index, chunk in enumerate(shape.chunks):
+                first, last = chunk.start - before, chunk.start - before + chunk.num_params
+                low, high = max(first, start), min(last, end)
+                if chunk.trainable == trainable and low < high:
+                    values = self._chunk(rank, number, index)
+                    for target, value, size in zip(targets, values, sizes, strict=True):
+                        target[(low - start) * size : (high - start) * size].copy_(
+                            value[(low - first) * size : (high - first) * size]
+                        )
+
+    def _chunk(self, rank: int, number: int, index: int) -> list[torch.Tensor]:
+        """The values of a chunk, unless it is the last that was asked for, read now."""
+        part, buffer = self._ranks[rank], self._buffers[0]
+        if self._last != (rank, number, index):
+            part.store.wait(part.store.read(part.extent[number, index], buffer.data_ptr()))
+            self._last = (rank, number, index)
+        return _cut(buffer, part.blocks[number].shape.chunks[index], self.precision)
+
+    def _read(self, number: int) -> Iterator[tuple[int, Chunk, list[torch.Tensor]]]:
+        """(rank, chunk, its values as bytes) of all chunks of a block; the values are gone with the next."""
+        wanted = deque(
+            (rank, index)
+            for rank, part in enumerate(self._ranks)
+            for index in range(len(part.blocks[number].shape.chunks))
+        )
+        reading: deque[tuple[int, int, torch.Tensor, StoreTicket]] = deque()
+        try:
+            while wanted or reading:
+                while wanted and len(reading) < NUM_BUFFERS:
+                    rank, index = wanted.popleft()
+                    buffer = self._buffers.popleft()
+                    store, extent = self._ranks[rank].store, self._ranks[rank].extent[number, index]
+                    self._buffers.append(buffer)
+                    reading.append((rank, index, buffer, store.read(extent, buffer.data_ptr())))
+                rank, index, buffer, ticket = reading.popleft()
+                self._ranks[rank].store.wait(ticket)
+                chunk = self._ranks[rank].blocks[number].shape.chunks[index]
+                yield rank, chunk, _cut(buffer, chunk, self.precision)
+        finally:
+            for rank, _, _, ticket in reading:
+                self._ranks[rank].store.wait(ticket)
+
+    def close(self) -> None:
+        """Gives up files and locks. Calling it again does nothing."""
+        self._resources.close()
+
+    def __enter__(self) -> StoredModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def copy_for_ranks(
+    model: Model, stored: StoredModel, directories: Sequence[str | Path], num_ranks: int, *, single_slot: bool = False
+) -> None:
+    """Writes the checkpoint to new directories, as so many ranks would have saved it. All bits stay as they are."""
+    if num_ranks < 1:
+        raise ConfigError(f"the number of ranks is {num_ranks}: give at least 1")
+    written = [int(str(stored.own_metadata(rank).get("ssd_written_bytes", 0))) for rank in range(stored.num_ranks)]
+    with ExitStack() as undo:
+        io = undo.enter_context(IoEngine())
+        ranks = []
+        for rank in range(num_ranks):
+            share = Share(rank, num_ranks)
+            blocks = survey(model, stored.chunk_params, decays_by_default, needs_values=False, share=share)
+            paths = own_directories(directories, share)
+            ranks.append(_open(blocks, paths, stored.precision, share, io, undo, single_slot=single_slot))
+        largest = max(chunk.num_params for block in ranks[0].blocks for chunk in block.shape.chunks)
+        arena = undo.enter_context(Arena(largest * stored.precision.all_bytes))
+        buffer = arena.allocate(arena.budget_bytes, "a chunk that is written")
+        for number in range(len(stored.blocks)):
+            for trainable in (True, False):
+                for part in ranks:
+                    _copy(stored, part, number, buffer, trainable=trainable)
+        for rank, part in enumerate(ranks):
+            metadata = {**stored.own_metadata(0), "ssd_written_bytes": sum(written) if rank == 0 else 0}
+            part.store.publish(stored.num_steps, metadata)
+
+
+def _copy(stored: StoredModel, part: _Rank, number: int, buffer: torch.Tensor, *, trainable: bool) -> None:
+    """A rank's chunks of one part of a block. What a longer padding adds is zero."""
+    shape = part.blocks[number].shape
+    for index, chunk in enumerate(shape.chunks):
+        if chunk.trainable == trainable:
+            start = chunk.start - (0 if trainable else shape.num_trainable)
+            targets = _cut(buffer.zero_(), chunk, stored.precision)
+            stored.read_range(number, start, targets, trainable=trainable)
+            part.store.wait(part.store.write(part.extent[number, index], buffer.data_ptr()))
+
+
+def _cut(buffer: torch.Tensor, chunk: Chunk, precision: Precision) -> list[torch.Tensor]:
+    """The vectors of a chunk in a buffer that it lies in."""
+    sizes = [chunk.num_params * size for size in kinds(precision, trainable=chunk.trainable)]
+    return list(buffer[: sum(sizes)].split(sizes))
+
+
+def kinds(precision: Precision, *, trainable: bool) -> list[int]:
+    """Bytes of a parameter in each vector of a chunk, in the order in which they lie there."""
+    master = [size for size in (precision.weight_bytes, precision.residual_bytes) if size]
+    return master + [precision.moment_bytes // 2] * 2 * trainable
+
+
+def _open(
+    blocks: Sequence[FlatBlock],
+    directories: Sequence[Path],
+    precision: Precision,
+    share: Share,
+    io: IoEngine,
+    undo: ExitStack,
+    *,
+    single_slot: bool | None = None,
+    exchange: Exchange | None = None,
+) -> _Rank:
+    """A rank's store: with `exchange` the one that is there, else a new one."""
+    chunks = [chunk for block in blocks for chunk in block.shape.chunks]
+    specs = [ExtentSpec(tuple(part for part in part_bytes(chunk, precision) if part)) for chunk in chunks]
+    if single_slot is None:
+        single_slot = stored_in(directories[0]).num_slots == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of single_slot, which the run has heard
+        store = Store(
+            directories,
+            specs,
+            io=io,
+            single_slot=single_slot,
+            fingerprint=fingerprint(blocks, precision, share),
+            resume=exchange is not None,
+            exchange=exchange or alone,
+        )
+    undo.callback(store.close)
+    return _Rank(blocks, store, extent_numbers([block.shape for block in blocks]))
+
+
+def _as_if_all_said(steps: Sequence[int], rank: int, value: object) -> Sequence[object]:
+    """What the ranks would answer: this one what it says, the others what is in their manifests, or will be."""
+    newest = max(steps)
+    return [value if number == rank else newest for number in range(len(steps))]

@@ -1,0 +1,97 @@
+"""A checkpoint is read without an engine, and given to another number of ranks, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import greedysnake as gs
+import together
+from greedysnake.runtime.stored import StoredModel, copy_for_ranks
+from reference import OPTIMIZER, make_batches, make_parts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODEL = {"tied": True, "uneven": True, "frozen": ["layers.1.up", "head.norm"]}
+Values = dict[str, list[torch.Tensor]]
+
+
+def open_engine(directories: list[str], **options: object) -> gs.Engine:
+    defaults = {"ram": "64MiB", "chunk_params": None if options.get("resume") else 4096}
+    return gs.Engine(make_parts(**MODEL).sequential(), OPTIMIZER, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def values_of(engine: gs.Engine) -> Values:
+    values = {name: [value] for name, value in engine.named_parameters()}
+    for name, *moments in engine.named_moments():
+        values[name] += moments
+    return values
+
+
+def train(directories: list[str], dtype: str, out: str) -> None:
+    """Two steps, a checkpoint, and what it holds in a file."""
+    rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with open_engine(directories, dtype=dtype, placement=gs.Placement(0.5, 0.3)) as engine:
+        for step in range(2):
+            engine.step(make_batches(6, step)[rank::count])
+        engine.save({"is": "kept"})
+        torch.save(values_of(engine), f"{out}-{rank}")
+
+
+def resume(directories: list[str], dtype: str, out: str) -> tuple[int, str]:
+    with open_engine(directories, dtype=dtype, resume=True) as engine:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.save(values_of(engine), f"{out}-{rank}")
+        engine.step(make_batches(2, 2))
+        return engine.num_steps, str(engine.metadata)
+
+
+def require_equal(found: Values, wanted: Values) -> None:
+    assert set(found) == set(wanted)
+    for name, values in wanted.items():
+        assert len(found[name]) == len(values) and all(map(torch.equal, found[name], values)), name
+
+
+@pytest.mark.parametrize(
+    ("had", "gets", "dtype"), [(3, 2, "bfloat16"), (2, 1, "float32"), (1, 2, "bfloat16"), (1, 1, "float32")]
+)
+def test_a_checkpoint_goes_to_another_number_of_ranks_bit_for_bit(
+    had: int, gets: int, dtype: str, tmp_path: Path
+) -> None:
+    old, new = ([str(tmp_path / name / drive) for drive in ("one", "two")] for name in ("old", "new"))
+    if had > 1:
+        together.call(had, "runtime.test_stored", "train", old, dtype, str(tmp_path / "trained"))
+    else:
+        train(old, dtype, str(tmp_path / "trained"))
+    wanted: Values = torch.load(tmp_path / "trained-0")
+    model = make_parts(**MODEL).sequential()
+    with StoredModel(model, old, dtype=dtype) as stored:
+        assert (stored.num_ranks, stored.num_steps, stored.metadata) == (had, 2, {"is": "kept"})
+        require_equal(
+            {name: [value] for name, value in stored.named_parameters()},
+            {name: values[:1] for name, values in wanted.items()},
+        )
+        copy_for_ranks(model, stored, new, gets)
+    out = str(tmp_path / "resumed")
+    if gets > 1:
+        answers = together.call(gets, "runtime.test_stored", "resume", new, dtype, out)
+    else:
+        answers = [list(resume(new, dtype, out))]
+    assert answers == [[3, "{'is': 'kept'}"]] * gets
+    for rank in range(gets):
+        require_equal(torch.load(f"{out}-{rank}"), wanted)
+
+
+def test_a_store_in_use_is_not_read(tmp_path: Path) -> None:
+    with open_engine([str(tmp_path)]) as engine:
+        engine.save()
+        with pytest.raises(gs.StorageError, match="in use by process"):
+            StoredModel(make_parts(**MODEL).sequential(), [tmp_path])
+
+
+def test_without_a_checkpoint_there_is_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(gs.StorageError, match="holds no checkpoint"):
+        StoredModel(make_parts(**MODEL).sequential(), [tmp_path])
