@@ -157,7 +157,7 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
         f"{LLAMA}eos_token_id is [2, 264]: the vocabulary has 264 tokens, give 0 to 263",
     ),
     "unknown dtype of the model": (change(LLAMA + "dtype", "foo"), "cannot be used: AttributeError: module 'torch'"),
-    "labels": (change(LLAMA + "id2label", "x"), "cannot be used: AttributeError: 'str' object has no attribute"),
+    "labels": (change(LLAMA + "id2label", "x"), "model.config: the llama configuration cannot be used: "),
     "heads that do not fit": (
         change(LLAMA + "num_key_value_heads", 3),
         "model: the sizes of the llama model do not fit together (RuntimeError in model.layers.0.self_attn: The size",

@@ -54,8 +54,27 @@ class Ranks:
             self._host = dist.new_group(backend="gloo")
             for lane in LANES:
                 self._of_lane[lane] = dist.new_group(backend="gloo" if lane is Lane.NORM else backend)
-        host = socket.gethostname()
-        self.share = Share(self.rank, self.count, self.exchange("Engine()", host).count(host))
+        hosts, devices = zip(*self.exchange("Engine()", (socket.gethostname(), _name(device))), strict=True)
+        self.share = Share(self.rank, self.count, hosts.count(socket.gethostname()))
+        if device.type == "cuda" and self.count > 1:
+            try:
+                self._meet_on(device, devices)
+            except BaseException:
+                self.close()
+                raise
+
+    def _meet_on(self, device: torch.device, devices: Sequence[str]) -> None:
+        """Connects the devices now, on one thread: the lanes would do it at once."""
+        if devices.count(_name(device)) > 1:
+            ranks = ", ".join(str(rank) for rank, other in enumerate(devices) if other == _name(device))
+            raise ConfigError(
+                f"ranks {ranks} have the same GPU, {device}: give each its own, by torch.cuda.set_device(LOCAL_RANK) "
+                "or device='cuda:N', and start no more than there are"
+            )
+        with _explained():
+            for lane in (Lane.GATHER, Lane.REDUCE):
+                dist.all_reduce(torch.zeros(1, device=device), group=self._of_lane[lane])
+            torch.cuda.synchronize(device)
 
     # Words, on the thread that calls the engine
 
@@ -170,6 +189,11 @@ class Ranks:
         if group is None:
             raise RankError("this rank has left the others: its engine is closed")
         return group
+
+
+def _name(device: torch.device) -> str:
+    """Of a GPU, whatever number it has in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
 def _close(group: Any, *, failed: bool) -> None:
