@@ -265,6 +265,30 @@ def test_the_command_prints_tables_or_json_and_writes_a_file(tmp_path: Path) -> 
     assert "is no folder, or not yours" in str(lost.exception)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_of_several_ranks_is_planned_as_each_of_them_would_run_it(tmp_path: Path) -> None:
+    """And what is written is what they train with."""
+    values = values_in(tmp_path, max_steps=4)
+    planned = plan_run(load_config(values), quiet, num_ranks=2)
+    footprint, config = planned.chosen.footprint, planned.chosen.config
+    assert footprint.plan.num_ranks == 2 and footprint.ram_budget_bytes == 32 << 20
+    assert config.engine.ram == 64 << 20  # of the host
+    assert planned.chosen.num_tokens == 2 * config.training.gradient_accumulation_steps * 2 * 32
+    mine = planned.machine.of_one_of(2)
+    assert mine.rates.ssd_bytes_per_s == planned.machine.rates.ssd_bytes_per_s / 2
+    assert mine.times[1].forward_s == 2 * planned.machine.times[1].forward_s  # two share the cores
+    assert planned.chosen.disk_bytes == 2 * sum(footprint.disk_bytes)
+    with pytest.raises(ConfigError, match="--ranks is 0"):
+        plan_run(load_config(values), quiet, num_ranks=0)
+
+
+def test_gpus_and_their_links_are_not_shared() -> None:
+    machine = Machine("cuda", Rates(4e9, 5e10, 6e10, 4e9, 8e10, 3e9, None), (BlockTimes(1.0, 3.0),))
+    mine = machine.of_one_of(4)
+    assert mine.times == machine.times
+    assert mine.rates == Rates(1e9, 5e10, 6e10, 1e9, 2e10, 0.75e9, None)
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_measured_and_filled_and_trains_within_its_room(tmp_path: Path) -> None:
     import torch

@@ -55,7 +55,7 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what was not written yet would fail again at the end
         if not sentence:
             sys.exit(1)
-        print(f"greedysnake: {sentence}", file=sys.stderr)
+        print(f"greedysnake: {_which_rank()}{sentence}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -73,6 +73,39 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "greedysnake._native":
         return "the native module is not built: run make build, or pip install ."
     return None
+
+
+def _which_rank() -> str:
+    """What a sentence begins with where several processes print: which of them it is."""
+    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ and _is_one_of_several() else ""
+
+
+def _is_one_of_several() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def _launched() -> tuple[int, int, int]:
+    """This process's rank, its rank on this host, and the number of ranks, as torchrun says."""
+    if not _is_one_of_several():
+        return 0, 0, 1
+    numbers = []
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        value = os.environ.get(name, "")
+        if not value.isdecimal():
+            what = f"{name} is {value!r}" if value else f"{name} is not"
+            raise ConfigError(
+                f"WORLD_SIZE is set in the environment and {what}: start several processes with torchrun, or unset it"
+            )
+        numbers.append(int(value))
+    rank, local_rank, num_ranks = numbers
+    return rank, local_rank, num_ranks
+
+
+def _require_one_process(command: str) -> None:
+    if _is_one_of_several():
+        raise ConfigError(
+            f"{command} is for one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}: run it without torchrun"
+        )
 
 
 def _clean_up_when_told_to_end() -> None:
@@ -98,15 +131,21 @@ def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train a model; continue if its output_dir has a checkpoint. Ctrl-C finishes the step, saves and ends."""
+    """Train a model; continue if its output_dir has a checkpoint. Ctrl-C finishes the step, saves and ends.
+
+    On several GPUs: torchrun --nproc-per-node 2 -m greedysnake train CONFIG.yaml
+    """
     from greedysnake.config import load_config
 
     settings = load_config(*_file_and_overrides(config, overrides))
+    launched = _launched()
     from rich.console import Console
 
+    from greedysnake.launching import Launched, joined
     from greedysnake.trainer import Trainer
 
-    Trainer(settings, console=Console(soft_wrap=False)).train()
+    with joined(Launched(*launched), settings.engine.device):
+        Trainer(settings, console=Console(soft_wrap=False)).train()
 
 
 @app.command()
@@ -133,6 +172,7 @@ def export(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
     """Write the last checkpoint as a folder that transformers' from_pretrained loads."""
+    _require_one_process("export")
     from greedysnake.exporting import export_run
 
     _clean_up_when_told_to_end()
@@ -151,13 +191,17 @@ def reshard(
     ] = None,
 ) -> None:
     """Copy a run so that it goes on with another number of GPUs. The old one stays as it is."""
+    _require_one_process("reshard")
     from greedysnake.resharding import reshard_run
 
     _clean_up_when_told_to_end()
     new = reshard_run(run, out, ranks, storage=storage or ())
-    start = "greedysnake" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m greedysnake"
-    file = shlex.quote(str(Path(new.output_dir) / "run.yaml"))
-    print(f"wrote {out}: it goes on with {start} train {file}")
+    print(f"wrote {out}: it goes on with {_train_command(Path(new.output_dir) / 'run.yaml', ranks)}")
+
+
+def _train_command(file: Path, num_ranks: int) -> str:
+    start = "greedysnake" if num_ranks == 1 else f"torchrun --nproc-per-node {num_ranks} -m greedysnake"
+    return f"{start} train {shlex.quote(str(file))}"
 
 
 @app.command()
@@ -171,12 +215,14 @@ def plan(
         Path | None,
         typer.Option(help="A new file for the timeline of a step as planned, for Perfetto.", show_default=False),
     ] = None,
+    ranks: Annotated[int, typer.Option(help="Processes that would train together, one per GPU.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say how fast a training would be here, what would bound it, and how it would be fastest. Trains nothing.
 
     Measures the drives for two seconds each, and the rest by three steps of a few layers of the model.
     """
+    _require_one_process("plan")
     from greedysnake.config import load_config
 
     settings = load_config(*_file_and_overrides(config, overrides), to_train=False)
@@ -198,7 +244,7 @@ def plan(
 
     _clean_up_when_told_to_end()
     console = Console(stderr=as_json)
-    planned = plan_run(settings, lambda text: console.print(f"{text} ...", highlight=False, soft_wrap=True))
+    planned = plan_run(settings, lambda text: console.print(f"{text} ...", highlight=False, soft_wrap=True), ranks)
     if out is not None:
         with explained("write", out):
             out.write_text(planned.chosen.config.as_yaml(), encoding="utf-8")
@@ -211,14 +257,14 @@ def plan(
     for part in (
         machine_text(planned.machine, settings),
         "",
-        home_table(planned.chosen.footprint),
+        home_table(planned.chosen.footprint, planned.chosen.num_ranks),
         "",
         plan_table(planned),
         plan_text(planned),
     ):
         console.print(part, highlight=False, soft_wrap=True)
     if out is not None:
-        console.print(f"next: greedysnake train {shlex.quote(str(out))}", highlight=False, soft_wrap=True)
+        console.print(f"next: {_train_command(out, ranks)}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -227,6 +273,7 @@ def verify(
     overrides: Overrides = None,
 ) -> None:
     """Train a shrunken copy of your model here and in plain PyTorch, and compare. Exit code 1 on a mismatch."""
+    _require_one_process("verify")
     from greedysnake.config import load_config
 
     settings = load_config(*_file_and_overrides(config, overrides), to_train=False)

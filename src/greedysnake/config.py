@@ -93,8 +93,8 @@ class TrainingOptions:
     per_device_train_batch_size: int = 1
     """Sequences in a micro-batch: what the device computes at once."""
     gradient_accumulation_steps: int = 8
-    """Micro-batches in a step. More of them cost no more transfers of weights: this is what makes training from SSD
-    fast."""
+    """Micro-batches in a step, on each rank. More of them cost no more transfers of weights: this is what makes
+    training from SSD fast."""
     max_steps: int = -1
     """Steps of the training; -1 leaves it to num_train_epochs."""
     num_train_epochs: float = 1.0
@@ -205,7 +205,8 @@ class EngineOptions:
     storage: tuple[str, ...] = ()
     """Directories for weights and optimizer state, one per drive. By default `store` in output_dir."""
     ram: Size | None = None
-    """Hard budget for all host buffers. null takes half of the RAM that is free at the start."""
+    """Hard budget for all host buffers. null takes half of the RAM that is free at the start. Several ranks on a host
+    share it equally."""
     vram: Size | None = None
     """Room on the device for what would otherwise wait in RAM or be fetched twice: activations first, then weights of
     the last layers, as many as fit. What computing itself needs is not part of it. null is none."""
@@ -230,9 +231,9 @@ class EngineOptions:
     verify_reads: bool = True
     """Check a CRC32C over everything that is read from the drives."""
     num_threads: int | None = None
-    """Threads that update chunks on the CPU. null leaves some cores to everything else."""
+    """Threads that update chunks on the CPU, on each rank. null leaves some cores to everything else."""
     compute_threads: int | None = None
-    """Threads of torch; matters when the device is the CPU. null leaves it to torch."""
+    """Threads of torch, on each rank; matters when the device is the CPU. null leaves it to torch."""
     compile: bool | None = None
     """Compile layers with torch.compile: slower to start, faster on GPUs. null is true on cuda, for sequences of one
     length (packing, or pad_to sequence_length) and where there is a C compiler."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from greedysnake.config import Config
-from greedysnake.errors import PlanError, StorageError
+from greedysnake.errors import ConfigError, PlanError, StorageError
 from greedysnake.models.sequential import Batch, BlockSource, Model
 from greedysnake.ops import Plan
 from greedysnake.placement import num_compute_blocks
@@ -38,13 +38,14 @@ from greedysnake.preparation import (
     require_room,
 )
 from greedysnake.runs import find_run
-from greedysnake.runtime.directory import TRIAL
+from greedysnake.runtime.directory import TRIAL, own_directories
 from greedysnake.runtime.drive import Bandwidth, look_at_drive
 from greedysnake.runtime.filling import homes_bytes
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.footprint import Footprint, device_bytes, missing_room, nearest_existing
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.settings import Size
+from greedysnake.shapes import Share
 from greedysnake.threads import torch_threads
 
 TRIAL_STEPS, TRIAL_MICRO_BATCHES = 3, 3
@@ -71,6 +72,19 @@ class Machine:
     room_bytes: int | None = None
     """Memory of the device for buffers and homes, besides what computing needs; None where it is RAM."""
 
+    def of_one_of(self, num_ranks: int) -> Machine:
+        """What one of so many ranks has of it: drives and cores are shared, GPUs and their links are not. What passes
+        between GPUs is taken to be fast: it was not measured."""
+        rates = self.rates
+        shared = {"ssd_bytes_per_s", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s"}
+        shared |= {"cpu_params_per_s", "cpu_bytes_per_s"}
+        if self.device == "cpu":
+            shared |= {"h2d_bytes_per_s", "d2h_bytes_per_s"}
+        rates = replace(rates, **{name: value / num_ranks for name in shared if (value := getattr(rates, name))})
+        slower = num_ranks if self.device == "cpu" else 1
+        times = (BlockTimes(each.forward_s * slower, each.backward_s * slower) for each in self.times)
+        return replace(self, rates=rates, times=tuple(times))
+
 
 @dataclass(frozen=True)
 class Option:
@@ -85,10 +99,24 @@ class Option:
 
     @property
     def num_tokens(self) -> int:
-        """Of a step, padding included."""
+        """Of a step, all ranks' together, padding included."""
         training = self.config.training
         per_micro_batch = training.per_device_train_batch_size * training.sequence_length
-        return per_micro_batch * training.gradient_accumulation_steps
+        return per_micro_batch * training.gradient_accumulation_steps * self.num_ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.footprint.plan.num_ranks
+
+    @property
+    def disk_bytes(self) -> int:
+        """All ranks' together."""
+        return sum(self.footprint.disk_bytes) * self.num_ranks
+
+    @property
+    def written_bytes(self) -> float:
+        """To the drives in a step, by all ranks."""
+        return self.forecast.written_bytes * self.num_ranks
 
     @property
     def tokens_per_s(self) -> float:
@@ -116,18 +144,21 @@ class Planned:
         return option.forecast.least_s["compute"] >= SATURATED * option.forecast.step_s
 
 
-def plan_run(config: Config, say: Say) -> Planned:
+def plan_run(config: Config, say: Say, num_ranks: int = 1) -> Planned:
     """`say` is told what is being done. What `train` would refuse is refused here too, but for weights and data that
-    are not there yet."""
+    are not there yet. `num_ranks` processes would train together, each on a device like the one that is measured."""
+    if num_ranks < 1:
+        raise ConfigError(f"--ranks is {num_ranks}: give at least 1")
+    share = Share(0, num_ranks, num_ranks)
     run = find_run(config)
     device, model_config = device_and_configuration(config, is_new=run is None)
-    model, ram = make_model(config, model_config), ram_budget(config)
-    stored = stored_in(config.storage[0]) if run else None
-    outlined = outline_of(config, model, model_config, ram, stored)
+    model, ram = make_model(config, model_config), ram_budget(config, share)
+    stored = stored_in(own_directories(config.storage, share)[0]) if run else None
+    outlined = outline_of(config, model, model_config, ram, stored, share)
     footprint = footprint_of(config, outlined, ram, stored)
-    require_room(config, footprint)  # a run that does not fit is refused before anything is measured
+    require_room(config, footprint, share)  # a run that does not fit is refused before anything is measured
     machine = measure(config, model, model_config, outlined, footprint.plan, device=device, ram=ram, say=say)
-    expecting = _Expecting(config, machine, outlined, ram, stored)
+    expecting = _Expecting(config, machine.of_one_of(num_ranks), outlined, ram, stored)
     given = expecting.as_configured()
     say("looking for the best alpha and slots")
     chosen, choice, expecting = expecting.best(given)
@@ -158,7 +189,7 @@ class _Expecting:
             trying = _Expecting(other, self._machine, self._outlined, self._ram, self._stored)
             try:
                 start = trying.as_configured()
-                if not missing_room(start.footprint, other.storage):
+                if not missing_room(start.footprint, other.storage, self._outlined.share):
                     found.append((*trying.fastest(start), trying))
             except PlanError:
                 pass  # no RAM for it
@@ -213,7 +244,7 @@ class _Expecting:
         count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
         engine = replace(
             config.engine,
-            ram=Size(self._ram),
+            ram=Size(self._ram * self._outlined.share.num_here),
             vram=None,
             fill_ram=False,
             placement=plan.placement,

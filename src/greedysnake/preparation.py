@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
 from greedysnake.runs import Run, find_run
+from greedysnake.runtime.directory import own_directories
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.footprint import Footprint, foresee, missing_room, outline, require_disk
@@ -41,6 +43,7 @@ from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimizer import AdamW
 from greedysnake.runtime.stored import StoredModel
 from greedysnake.settings import Plain
+from greedysnake.shapes import Share
 from greedysnake.sizes import format_size
 
 CACHE = "data"
@@ -51,6 +54,7 @@ class Prepared:
     """What a training needs, all of it checked."""
 
     config: Config
+    share: Share
     model: CausalLM
     tokenizer: Tokenizer
     train: Batches
@@ -72,16 +76,26 @@ class Prepared:
 
     @property
     def num_micro_batches(self) -> int:
+        """Of a step, on each rank."""
         return self.config.training.gradient_accumulation_steps
+
+    @property
+    def num_step_micro_batches(self) -> int:
+        """Of a step, on all ranks together."""
+        return self.num_micro_batches * self.share.num_ranks
 
 
 @explained("use")
-def prepare(config: Config, progress: Progress | None = None) -> Prepared:
+def prepare(config: Config, progress: Progress | None = None, share: Share | None = None) -> Prepared:
     """Loads what is needed to check the rest; a ConfigError, PlanError or StorageError says what cannot work.
 
-    `progress` is called while rows are tokenised, with the numbers of rows and tokens so far.
+    `progress` is called while rows are tokenised, with the numbers of rows and tokens so far. `share` is that of the
+    rank; where several ranks prepare at once, one of them tokenises and the others wait for it.
     """
+    share = share or Share()
     run = find_run(config)
+    with _key("engine.storage: "):
+        first = own_directories(config.storage, share)[0]
     with _key("training."):
         require_trackers(config.training.report_to)
     device, model_config = device_and_configuration(config, is_new=run is None)
@@ -89,15 +103,15 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
         _require_weights(config)
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
-    ram = ram_budget(config)
-    stored = stored_in(config.storage[0]) if run else None
-    outlined = outline_of(config, model, model_config, ram, stored)
+    ram = ram_budget(config, share)
+    stored = stored_in(first) if run else None
+    outlined = outline_of(config, model, model_config, ram, stored, share)
     footprint = footprint_of(config, outlined, ram, stored)
-    require_room(config, footprint)
+    require_room(config, footprint, share)
     find_sources("data.validation_paths", config.data.validation_paths or ())  # before the rest is tokenised
     train = batches_of(config, tokenizer, "train", progress)
     _require_vocabulary(config, model_config, train)
-    num_steps = _num_steps(config, train)
+    num_steps = _num_steps(config, train, share)
     with _key("training."):
         rate = config.training.rate(num_steps)
     validation = None
@@ -105,7 +119,9 @@ def prepare(config: Config, progress: Progress | None = None) -> Prepared:
         validation = batches_of(config, tokenizer, "validation", progress)
         _require_vocabulary(config, model_config, validation)
     values = values_of(model_config)
-    return Prepared(config, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, values, run)
+    return Prepared(
+        config, share, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, values, run
+    )
 
 
 def device_and_configuration(config: Config, *, is_new: bool) -> tuple[str, Any]:
@@ -118,10 +134,10 @@ def device_and_configuration(config: Config, *, is_new: bool) -> tuple[str, Any]
     return device, model_config
 
 
-def require_room(config: Config, footprint: Footprint) -> None:
+def require_room(config: Config, footprint: Footprint, share: Share | None = None) -> None:
     """PlanError or StorageError, beginning with engine.storage, when the drives have no room for a run."""
     with _key("engine.storage: "):
-        require_disk(footprint, config.storage)
+        require_disk(footprint, config.storage, share)
 
 
 def open_engine(
@@ -171,9 +187,11 @@ def adamw(training: TrainingOptions) -> AdamW:
     )
 
 
-def ram_budget(config: Config) -> int:
-    """Bytes for all host buffers: those asked for, or half of what is free now."""
-    return config.engine.ram if config.engine.ram is not None else ram_bytes()[1] // 2
+def ram_budget(config: Config, share: Share | None = None) -> int:
+    """Bytes for all host buffers of a rank: of those asked for, or of half of what is free now, as much as each of the
+    ranks on the host."""
+    budget = config.engine.ram if config.engine.ram is not None else ram_bytes()[1] // 2
+    return budget // (share or Share()).num_here
 
 
 def _require_machine(config: Config) -> None:
@@ -279,14 +297,23 @@ class Outline:
     blocks: Sequence[FlatBlock]
     activation_bytes: int
     """Of the tensor between two blocks, for one micro-batch."""
+    share: Share
+    """Of the blocks, what is a rank's own."""
 
 
-def outline_of(config: Config, model: Model, model_config: Any, ram: int, stored: Stored | None = None) -> Outline:
-    training, options = config.training, config.engine
-    blocks = outline(model, dtype=config.dtype, ram=ram, chunk_params=options.chunk_params, stored=stored)
+def outline_of(
+    config: Config,
+    model: Model,
+    model_config: Any,
+    ram: int,
+    stored: Stored | None = None,
+    share: Share | None = None,
+) -> Outline:
+    training, options, share = config.training, config.engine, share or Share()
+    blocks = outline(model, dtype=config.dtype, ram=ram, chunk_params=options.chunk_params, stored=stored, share=share)
     num_elements = training.per_device_train_batch_size * training.sequence_length
     num_elements *= int(model_config.get_text_config().hidden_size)
-    return Outline(blocks, num_elements * (4 if config.dtype == "float32" else 2))
+    return Outline(blocks, num_elements * (4 if config.dtype == "float32" else 2), share)
 
 
 def footprint_of(
@@ -310,7 +337,8 @@ def footprint_of(
         return waiting
     if not wanted and footprint.step_ssd_bytes > MOST_TRAFFIC * waiting.step_ssd_bytes:
         return replace(waiting, waits=_NO_RAM)
-    missing = 0 if wanted or footprint.num_slots == footprint.stored_slots else missing_room(footprint, config.storage)
+    has_slots = footprint.num_slots == footprint.stored_slots
+    missing = 0 if wanted or has_slots else missing_room(footprint, config.storage, outlined.share)
     if not missing:
         return footprint
     waits = f"with engine.optimistic, or {format_size(missing)} more of free disk, they would not"
@@ -352,26 +380,26 @@ def _foresee(
 
 def batches_of(config: Config, tokenizer: Tokenizer, split: str, progress: Progress | None = None) -> Batches:
     """The data of a run; tokenised when it is not in the cache yet."""
-    training, cache = config.training, Path(config.output_dir) / CACHE
-    with _leaving_nothing(cache):
-        return Batches(
-            config.data,
-            tokenizer,
-            sequence_length=training.sequence_length,
-            micro_batch_size=training.per_device_train_batch_size,
-            seed=training.seed,
-            cache=cache,
-            split=split,
-            progress=progress,
-        )
+    training = config.training
+    return Batches(
+        config.data,
+        tokenizer,
+        sequence_length=training.sequence_length,
+        micro_batch_size=training.per_device_train_batch_size,
+        seed=training.seed,
+        cache=Path(config.output_dir) / CACHE,
+        split=split,
+        progress=progress,
+    )
 
 
-def _num_steps(config: Config, batches: Batches) -> int:
+def _num_steps(config: Config, batches: Batches, share: Share) -> int:
     training = config.training
     if training.max_steps != -1:
         return training.max_steps
     epochs = Fraction(str(training.num_train_epochs))  # 0.1 is a tenth: its float is a little more, and a step more
-    return math.ceil(epochs * batches.num_micro_batches_per_epoch / training.gradient_accumulation_steps)
+    in_a_step = training.gradient_accumulation_steps * share.num_ranks
+    return math.ceil(epochs * batches.num_micro_batches_per_epoch / in_a_step)
 
 
 def _require_weights(config: Config) -> None:
@@ -422,14 +450,16 @@ def _require_vocabulary(config: Config, model_config: Any, batches: Batches) -> 
 
 
 @contextmanager
-def _leaving_nothing(cache: Path) -> Iterator[None]:
-    """Data that cannot be used leave no empty cache behind."""
-    made = [path for path in (cache, *cache.parents) if not path.exists()]
+def leaving_nothing(config: Config) -> Iterator[None]:
+    """Data that cannot be used leave no empty cache behind. Several ranks begin this before any of them tokenises, and
+    leave it when none of them does any more: a folder is not taken away from under another's feet."""
+    cache = Path(config.output_dir) / CACHE
+    made = [path for path in (cache, *cache.parents) if not os.path.exists(path)]
     try:
         yield
     except (GreedySnakeError, OSError):
-        if cache in made:
-            with suppress(OSError):  # not empty: something else came there meanwhile; or it could not be made
+        with suppress(OSError):  # it could not be made; or another rank takes it away as well
+            if cache in made and set(os.listdir(cache)) <= {"lock"}:
                 (cache / "lock").unlink(missing_ok=True)
                 for path in made:
                     path.rmdir()

@@ -1,4 +1,8 @@
-"""Trains as a configuration says: steps, evaluation, checkpoints, and an orderly end when a signal asks for it."""
+"""Trains as a configuration says: steps, evaluation, checkpoints, and an orderly end when a signal asks for it.
+
+Of several ranks each trains on micro-batches of its own. The first one alone writes and prints; where it cannot, it
+tells the others, who would wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,27 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+import torch
 from rich.console import Console
 
 from greedysnake.config import METRICS, RUN_ID, Config, load_config
-from greedysnake.errors import ConfigError, StorageError, explained
-from greedysnake.preparation import Prepared, open_engine, prepare, require_same_model, why_not_compiled
-from greedysnake.report.metrics import MetricsFile, as_json, step_record
+from greedysnake.data.batches import deal
+from greedysnake.errors import ConfigError, RankError, StorageError, explained
+from greedysnake.preparation import (
+    Prepared,
+    leaving_nothing,
+    open_engine,
+    prepare,
+    require_same_model,
+    why_not_compiled,
+)
+from greedysnake.report.journal import Journal
+from greedysnake.report.metrics import MetricsFile, as_json, of_all_ranks, step_record
 from greedysnake.report.progress import (
     Progress,
     Prospect,
@@ -29,9 +43,10 @@ from greedysnake.report.progress import (
     prospect_text,
     summary_text,
 )
-from greedysnake.report.trackers import Tracker, numbers_of, open_trackers
+from greedysnake.report.trackers import open_trackers
 from greedysnake.runs import Run, begin_run, note_run, one_at_a_time
 from greedysnake.runtime.engine import Engine
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.settings import Plain, plain
 from greedysnake.threads import torch_threads
 
@@ -39,12 +54,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 TOKENISING_LINE_S = 10.0
 UNWRITTEN = "unwritten_metrics"
 """In a checkpoint: the line of its step, where metrics.jsonl had no room for it."""
+HOST = torch.device("cpu")
+CALL = "train()"
+"""What ranks are in when they tell each other something here."""
 
 
 class Trainer:
     """One run: continues from the checkpoint in its output_dir if there is one, else begins.
 
     Everything is checked when it is made; nothing but the cache of tokenised data is written before `train`.
+    Where torch.distributed is set up with several ranks, all of them make one and call `train`.
     """
 
     def __init__(
@@ -54,19 +73,20 @@ class Trainer:
         self.config = config if isinstance(config, Config) else load_config(config)
         self._console = console or Console()
         self._spoke_s = time.monotonic()
-        self.prepared: Prepared = prepare(self.config, self._tokenised)
+        with leaving_nothing(self.config), closing(Ranks(HOST)) as ranks, ranks.together(CALL):
+            self.prepared: Prepared = prepare(self.config, self._tokenised, ranks.share)
+            held_out = self.prepared.validation and self.prepared.validation.fingerprint
+            fingerprints = {"the data": self.prepared.train.fingerprint, "the held-out data": held_out}
+            ranks.agree(CALL, {f"the fingerprint of {name}": value for name, value in fingerprints.items()})
 
     def train(self) -> Summary:
         """Trains to the end, or until SIGTERM, SIGINT or SIGHUP, after which the step under way is finished and saved.
 
-        A second signal ends the process at once.
+        A second signal ends the process at once. Of several ranks, one that gets a signal stops all.
         """
         prepared, config = self.prepared, self.config
-        directory = Path(config.output_dir)
         with ExitStack() as resources:
-            with explained("use", directory):
-                directory.mkdir(parents=True, exist_ok=True)
-                resources.enter_context(one_at_a_time(directory))
+            self._take_folder(resources)
             resources.enter_context(torch_threads(config.engine.compute_threads))
             engine = resources.enter_context(
                 open_engine(
@@ -78,44 +98,67 @@ class Trainer:
                     plan=prepared.footprint.plan,
                 )
             )
-            first = engine.num_steps
-            if prepared.run:
-                prepared.run.require_own(engine.metadata, config.storage[0])
-            if prepared.resume:
-                require_same_model(engine, prepared.model_values, config.output_dir)
-                _require_same_data(engine, prepared)
-            run = begin_run(config, prepared.run)
-            with lost_terminal():
-                self._console.print(home_table(prepared.footprint))
-            validation = prepared.validation.report if prepared.validation else None
-            self._say(data_text(prepared.train.report, validation))
-            self._say(prospect_text(prepared.footprint, self._prospect(first)))
-            metrics = resources.enter_context(MetricsFile(directory / METRICS, last_step=first))
-            trackers = open_trackers(
-                config.training.report_to,
-                directory,
-                run_name=config.training.run_name or directory.absolute().name,
-                settings=plain(config),
-                first_step=first,
-            )
-            for tracker in trackers:
-                resources.callback(tracker.close)
-            progress = resources.enter_context(
-                Progress(self._console, num_steps=prepared.num_steps, every=config.training.logging_steps)
-            )
-            summary = _Training(prepared, run, engine, metrics, trackers, progress).go()
+            with engine.ranks.together(CALL):
+                if prepared.run:
+                    prepared.run.require_own(engine.metadata, config.storage[0])
+                if prepared.resume:
+                    require_same_model(engine, prepared.model_values, config.output_dir)
+                    _require_same_data(engine, prepared)
+                run = begin_run(config, prepared.run) if self._is_first else None
+                journal = self._open_journal(engine.num_steps, resources) if self._is_first else None
+                summary = _Training(prepared, engine, run, journal).go()
         self._say(summary_text(summary))
         return summary
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank writes and prints for all."""
+        return self.prepared.share.rank == 0
+
+    def _take_folder(self, resources: ExitStack) -> None:
+        """Before anything is stored. All ranks are told if another training has it."""
+        directory = Path(self.config.output_dir)
+        with closing(Ranks(HOST)) as ranks, ranks.together(CALL):
+            if self._is_first:
+                with explained("use", directory):
+                    directory.mkdir(parents=True, exist_ok=True)
+                    resources.enter_context(one_at_a_time(directory))
+            ranks.exchange(CALL, None)
+
+    def _open_journal(self, first: int, resources: ExitStack) -> Journal:
+        """Says what is about to happen, then opens what `first` and later steps are written to."""
+        prepared, config, directory = self.prepared, self.config, Path(self.config.output_dir)
+        with lost_terminal():
+            self._console.print(home_table(prepared.footprint, prepared.share.num_ranks))
+        validation = prepared.validation.report if prepared.validation else None
+        self._say(data_text(prepared.train.report, validation))
+        self._say(prospect_text(prepared.footprint, self._prospect(first)))
+        metrics = resources.enter_context(MetricsFile(directory / METRICS, last_step=first))
+        trackers = open_trackers(
+            config.training.report_to,
+            directory,
+            run_name=config.training.run_name or directory.absolute().name,
+            settings=plain(config),
+            first_step=first,
+        )
+        for tracker in trackers:
+            resources.callback(tracker.close)
+        progress = Progress(self._console, num_steps=prepared.num_steps, every=config.training.logging_steps)
+        return Journal(metrics, trackers, resources.enter_context(progress))
+
     def _say(self, text: str) -> None:
+        if self._is_first:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
         with lost_terminal():
             self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def _tokenised(self, num_rows: int, num_tokens: int) -> None:
-        """A line now and then: large data take a while."""
+        """A line now and then: large data take a while. Whichever rank it is that tokenises says so."""
         if time.monotonic() - self._spoke_s >= TOKENISING_LINE_S:
             self._spoke_s = time.monotonic()
-            self._say(f"tokenising: {num_rows:,} rows, {num_tokens:,} tokens so far")
+            self._print(f"tokenising: {num_rows:,} rows, {num_tokens:,} tokens so far")
 
     def _prospect(self, first_step: int) -> Prospect:
         training = self.config.training
@@ -129,6 +172,8 @@ class Trainer:
             micro_batch_size=training.per_device_train_batch_size,
             sequence_length=training.sequence_length,
             not_compiled=why_not_compiled(self.config, self.prepared.device),
+            num_ranks=self.prepared.share.num_ranks,
+            num_gpus=torch.cuda.device_count() if self.prepared.device == "cuda" else 0,
         )
 
 
@@ -151,35 +196,32 @@ def _require_same_data(engine: Engine, prepared: Prepared) -> None:
 class _Training:
     """The loop, with what it counts."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        run: Run,
-        engine: Engine,
-        metrics: MetricsFile,
-        trackers: list[Tracker],
-        progress: Progress,
-    ) -> None:
+    def __init__(self, prepared: Prepared, engine: Engine, run: Run | None, journal: Journal | None) -> None:
+        """The first rank has the folder of the run and the journal."""
         self._prepared = prepared
-        self._run = run
         self._training = prepared.config.training
         self._engine = engine
-        self._metrics = metrics
-        self._trackers = trackers
-        self._progress = progress
+        self._run = run
+        self._journal = journal
         self._num_tokens = int(str(engine.metadata.get("num_tokens", 0)))
         self._saved_step = engine.num_steps if prepared.resume else -1
         had = engine.metadata.get("validation_fingerprint")  # kept by a part of the run that does not evaluate
         self._validation_fingerprint = prepared.validation.fingerprint if prepared.validation else had
         self._loss: float | None = None
         self._eval_loss: float | None = None
+        self._requests: list[str] = []
+        self._stopped_by: str | None = None
+        self._problem: StorageError | None = None
+        """Why the metrics could not be kept: their drive is full, say, not that of the state."""
+        self._unwritten: Mapping[str, object] | None = None
+        """The line of the last step, if it is in no file."""
 
     def go(self) -> Summary:
         start_s = time.monotonic()
         self._write_what_found_no_room()
-        with stop_requests() as requests, ExitStack() as afterwards:
+        with stop_requests(aloud=self._journal is not None) as self._requests, ExitStack() as afterwards:
             freezes = not gc.get_freeze_count()  # asked once: it counts all that is frozen, one by one
-            while self._engine.num_steps < self._prepared.num_steps and not requests:
+            while not self._is_asked_to_stop() and self._engine.num_steps < self._prepared.num_steps:
                 record = self._step()
                 if freezes:  # all is loaded now: looking through it again would stop the lanes
                     gc.collect()
@@ -187,16 +229,19 @@ class _Training:
                     freezes = False
                     afterwards.callback(gc.unfreeze)
                 if self._is_due(self._training.eval_steps):
-                    loss = self._evaluate(requests)
+                    loss = self._evaluate()
                     if loss is not None:
                         record["eval_loss"] = self._eval_loss = loss
                 self._report(record)
                 if self._is_due(self._training.save_steps):
                     self._save()
             self._save()
-            if self._lacks_last_loss() and not requests:
-                self._make_up_evaluation(requests)
-            is_done = self._engine.num_steps >= self._prepared.num_steps and not self._lacks_last_loss()
+            lacks_loss = self._lacks_last_loss()
+            if lacks_loss and not self._is_asked_to_stop():
+                lacks_loss = not self._make_up_evaluation()
+            is_done = self._engine.num_steps >= self._prepared.num_steps and not lacks_loss
+            self._is_asked_to_stop()  # after the last line and checkpoint: none ends well unless all do
+        elapsed_s = time.monotonic() - start_s
         return Summary(
             output_dir=self._prepared.config.output_dir,
             num_steps=self._engine.num_steps,
@@ -205,109 +250,124 @@ class _Training:
             eval_loss=self._eval_loss,
             num_tokens=self._num_tokens,
             num_skipped=self._engine.num_skipped,
-            elapsed_s=time.monotonic() - start_s,
-            ssd_written_bytes=self._engine.ssd_written_bytes,
-            stopped_by=requests[0] if requests and not is_done else None,
+            elapsed_s=elapsed_s,
+            ssd_written_bytes=sum(self._engine.ranks.exchange(CALL, self._engine.ssd_written_bytes)),
+            stopped_by=None if is_done else self._stopped_by,
             overwrites=self._prepared.config.overwrite_output_dir,
         )
 
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank was: all of them end after the same step. So they do where the first could not keep the
+        metrics, with a checkpoint: neither the steps done need be lost nor the line."""
+        problem = None if self._problem is None else f"{type(self._problem).__name__}: {self._problem}"
+        asked, problems = zip(*self._engine.ranks.exchange(CALL, (self._requests[:1], problem)), strict=True)
+        if problems[0] is not None:
+            self._save()
+            raise self._problem or RankError(f"rank 0 failed: {problems[0]}")
+        self._stopped_by = next((name for names in asked for name in names), None)
+        return self._stopped_by is not None
+
     def _step(self) -> dict[str, object]:
         """The data and the rate of a step follow from its number alone, so a resumed run has the same."""
-        step, count = self._engine.num_steps, self._prepared.num_micro_batches
-        batches = self._prepared.train.micro_batches(step * count, count)
+        step, count, share = self._engine.num_steps, self._prepared.num_micro_batches, self._prepared.share
+        batches = self._prepared.train.micro_batches((step * share.num_ranks + share.rank) * count, count)
         lr = self._prepared.rate.at(step)
-        result = self._engine.step(batches, lr=lr)
+        own = self._engine.step(batches, lr=lr)
+        results, written = zip(*self._engine.ranks.exchange(CALL, (own, self._engine.ssd_written_bytes)), strict=True)
+        result = of_all_ranks(results)
         self._num_tokens += result.num_tokens
         self._loss = result.loss
-        if result.skipped:
-            self._progress.say(f"step {step + 1} is skipped: its gradient is not finite")
-        return step_record(step + 1, result, lr=lr, ssd_written_total_bytes=self._engine.ssd_written_bytes)
+        if result.skipped and self._journal:
+            self._journal.say(f"step {step + 1} is skipped: its gradient is not finite")
+        return step_record(step + 1, result, lr=lr, ssd_written_total_bytes=sum(written))
 
     def _is_due(self, every: int | None) -> bool:
         step = self._engine.num_steps
         return bool(every) and (step % (every or 1) == 0 or step == self._prepared.num_steps)
 
-    def _evaluate(self, requests: list[str]) -> float | None:
+    def _evaluate(self) -> float | None:
         """The loss on held-out data, as many micro-batches at a time as in a step; None when asked to stop."""
-        batches = self._prepared.validation
+        batches, share = self._prepared.validation, self._prepared.share
         assert batches is not None
         count = batches.num_micro_batches_per_epoch
         count = min(self._training.max_eval_batches or count, count)
         total, num_targets = 0.0, 0
-        for position in range(0, count, self._prepared.num_micro_batches):
-            if requests:
+        for position in range(0, count, self._prepared.num_step_micro_batches):
+            if self._is_asked_to_stop():
                 return None
-            group = batches.micro_batches(position, min(self._prepared.num_micro_batches, count - position))
+            group = batches.micro_batches(position, min(self._prepared.num_step_micro_batches, count - position))
             targets = sum(int(self._prepared.model.num_targets(batch)) for batch in group)
-            total += self._engine.evaluate(group) * targets
+            total += self._engine.evaluate(deal(group, share.rank, share.num_ranks)) * targets
             num_targets += targets
         return total / num_targets
 
     def _lacks_last_loss(self) -> bool:
         """Whether all steps are done but the evaluation at the end, as when a signal came during it."""
-        last, step = self._metrics.last, self._engine.num_steps
+        last, step = self._journal.last if self._journal else None, self._engine.num_steps
+        lacks = last is not None and last["step"] == step and "eval_loss" not in last
         evaluates = self._prepared.validation is not None and step == self._prepared.num_steps
-        return evaluates and last is not None and last["step"] == step and "eval_loss" not in last
+        return evaluates and self._engine.ranks.exchange(CALL, lacks)[0]
 
-    def _make_up_evaluation(self, requests: list[str]) -> None:
-        loss = self._evaluate(requests)
+    def _make_up_evaluation(self) -> bool:
+        """Whether it was done."""
+        loss = self._evaluate()
         if loss is None:
-            return
+            return False
         self._eval_loss = loss
-        self._metrics.amend({"eval_loss": loss})
-        for tracker in self._trackers:
-            tracker.log(self._engine.num_steps, {"eval_loss": loss})
+        if self._journal:
+            self._journal.amend({"eval_loss": loss})
+        return True
 
     def _report(self, record: Mapping[str, object]) -> None:
+        """A line that cannot be written is kept with a checkpoint, which all ranks make when they hear of it."""
+        if self._journal is None:
+            return
         try:
-            self._metrics.write(record)
-        except StorageError:
-            # The drive of the metrics is full, not that of the state: neither the steps done need be lost nor the line.
-            self._save(unwritten=as_json(record))
-            raise
-        step = int(str(record["step"]))
-        for tracker in self._trackers:
-            tracker.log(step, numbers_of(record))
-        self._progress.step(record)
+            self._journal.write(record)
+        except StorageError as error:
+            self._problem, self._unwritten = error, as_json(record)
 
     def _write_what_found_no_room(self) -> None:
         """The line of the step that is continued from, if its drive was full then."""
-        record, last = self._engine.metadata.get(UNWRITTEN), self._metrics.last
-        if isinstance(record, dict) and (last is None or int(str(last["step"])) < record["step"]):
-            self._metrics.write(record)
+        record = self._engine.metadata.get(UNWRITTEN)
+        if self._journal is None or not isinstance(record, dict):
+            return
+        last = self._journal.last
+        if last is None or int(str(last["step"])) < record["step"]:
+            self._journal.write_late(record)
 
-    def _save(self, unwritten: Mapping[str, object] | None = None) -> None:
+    def _save(self) -> None:
         """Publishes a checkpoint, unless this step has one, with the line of the last step if it is in no file."""
         if self._saved_step == self._engine.num_steps:
             return
-        try:
-            if unwritten is None:
-                self._metrics.sync()
-        finally:  # the metrics' drive failed, not that of the state
-            self._publish(unwritten)
-
-    def _publish(self, unwritten: Mapping[str, object] | None) -> None:
-        position = self._engine.num_steps * self._prepared.num_micro_batches
-        self._engine.save(
-            {
-                "num_tokens": self._num_tokens,
-                "data_position": position,
-                "data_fingerprint": self._prepared.train.fingerprint,
-                "validation_fingerprint": self._validation_fingerprint,
-                "model": self._prepared.model_values,
-                RUN_ID: self._run.run_id,
-                **({} if unwritten is None else {UNWRITTEN: unwritten}),
-            }
-        )
-        if not self._run.has_checkpoint:
+        if self._journal and self._unwritten is None:
+            try:
+                self._journal.sync()
+            except StorageError as error:  # of the metrics' drive, not of that of the state
+                self._problem = error
+        self._engine.save(self._metadata(self._run) if self._run else None)
+        if self._run and not self._run.has_checkpoint:
             self._run = replace(self._run, has_checkpoint=True)
             note_run(self._run)
         self._saved_step = self._engine.num_steps
 
+    def _metadata(self, run: Run) -> dict[str, object]:
+        """That of the first rank is every rank's."""
+        return {
+            "num_tokens": self._num_tokens,
+            "data_position": self._engine.num_steps * self._prepared.num_step_micro_batches,
+            "data_fingerprint": self._prepared.train.fingerprint,
+            "validation_fingerprint": self._validation_fingerprint,
+            "model": self._prepared.model_values,
+            RUN_ID: run.run_id,
+            **({} if self._unwritten is None else {UNWRITTEN: self._unwritten}),
+        }
+
 
 @contextmanager
-def stop_requests() -> Iterator[list[str]]:
-    """The names of the signals that arrived. From the first one on, SIGTERM and SIGINT do what they do by default.
+def stop_requests(*, aloud: bool = True) -> Iterator[list[str]]:
+    """The names of the signals that arrived. From the first one on, SIGTERM and SIGINT do what they do by default. What
+    happens then is said `aloud`, or by another rank.
 
     Only the main thread is told of signals; elsewhere the list stays empty.
     """
@@ -320,7 +380,10 @@ def stop_requests() -> Iterator[list[str]]:
         name = signal.Signals(number).name
         requests.append(name)
         with suppress(OSError):  # not print, which may be what was interrupted
-            os.write(2, f"\n{name}: the step under way is finished and saved; a second signal ends at once\n".encode())
+            if aloud:
+                os.write(
+                    2, f"\n{name}: the step under way is finished and saved; a second signal ends at once\n".encode()
+                )
         for other in SIGNALS:  # a terminal that closes sends SIGHUP more than once, without being impatient
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
 

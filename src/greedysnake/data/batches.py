@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,3 +217,12 @@ class Batches:
             return self._sequence_length
         longest = max(length for row in rows for _, length in row)
         return min(self._sequence_length, -(-longest // MULTIPLE) * MULTIPLE)
+
+
+def deal(batches: Sequence[dict[str, torch.Tensor]], rank: int, num_ranks: int) -> list[dict[str, torch.Tensor]]:
+    """What one of several ranks gets of some micro-batches: all get equally many. What is missing to that are copies
+    without targets, which change no loss."""
+    each = -(-len(batches) // num_ranks)
+    own = list(batches[rank * each : (rank + 1) * each])
+    without_targets = {**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORED)}
+    return own + [without_targets] * (each - len(own))

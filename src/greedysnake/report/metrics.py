@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -42,6 +43,21 @@ def step_record(step: int, result: StepResult, *, lr: float, ssd_written_total_b
         "bound_fraction": result.bound_fraction,
         "ssd_written_total_bytes": ssd_written_total_bytes,
     }
+
+
+def of_all_ranks(results: Sequence[StepResult]) -> StepResult:
+    """A step as all ranks did it: their bytes together, the time of the slowest, the bound of the busiest."""
+    busiest = max(results, key=lambda result: result.bound_fraction)
+    return replace(
+        results[0],
+        elapsed_s=max(result.elapsed_s for result in results),
+        ssd_read_bytes=sum(result.ssd_read_bytes for result in results),
+        ssd_write_bytes=sum(result.ssd_write_bytes for result in results),
+        h2d_bytes=sum(result.h2d_bytes for result in results),
+        d2h_bytes=sum(result.d2h_bytes for result in results),
+        bound=busiest.bound,
+        bound_fraction=busiest.bound_fraction,
+    )
 
 
 class MetricsFile:

@@ -63,11 +63,12 @@ def plan_text(planned: Planned) -> str:
     changes = list(_changes(given, chosen))
     last = planned.larger[-1] if planned.larger else chosen
     lines = [
-        "batches: micro-batches of a step; last columns: share of the step that a resource needs, the bound has 100%",
+        f"batches: micro-batches of a step{_of_each(chosen)}; last columns: share of the step that a resource needs, "
+        "the bound has 100%",
         f"best with {', '.join(changes)}" if changes else "no other alpha or number of slots was found to be faster",
-        f"{format_size(sum(chosen.footprint.disk_bytes))} of disk, room for checkpoints included; "
-        f"{chosen.forecast.written_bytes / 1e9:.3g} GB are written to SSD per step, "
-        f"{chosen.forecast.written_bytes / chosen.forecast.step_s * DAY_S / 1e12:.3g} TB per day",
+        f"{format_size(chosen.disk_bytes)} of disk, room for checkpoints included; "
+        f"{chosen.written_bytes / 1e9:.3g} GB are written to SSD per step, "
+        f"{chosen.written_bytes / chosen.forecast.step_s * DAY_S / 1e12:.3g} TB per day",
     ]
     if chosen.clipped and chosen.clipped.step_s > 1.01 * chosen.forecast.step_s:
         lines.insert(2, f"a step that is clipped waits for the norm and takes {chosen.clipped.step_s:.3g} s")
@@ -88,9 +89,14 @@ def plan_text(planned: Planned) -> str:
     return "\n".join(lines)
 
 
+def _of_each(option: Option) -> str:
+    return "" if option.num_ranks == 1 else f" on each of {option.num_ranks} ranks"
+
+
 def as_json(planned: Planned) -> dict[str, object]:
     return {
         "device": planned.machine.device,
+        "ranks": planned.given.num_ranks,
         "device_room_bytes": planned.machine.room_bytes,
         "rates": {name: _finite(value) for name, value in vars(planned.machine.rates).items()},
         "times": [vars(each) for each in planned.machine.times],
@@ -112,11 +118,11 @@ def _option_json(option: Option) -> dict[str, object]:
         "clipped_step_s": option.clipped.step_s if option.clipped else None,
         "bound": option.forecast.bound,
         "least_s": dict(option.forecast.least_s),
-        "ssd_written_bytes": round(option.forecast.written_bytes),
+        "ssd_written_bytes": round(option.written_bytes),
         "device_bytes": option.footprint.device_bytes,
         "optimistic": plan.may_be_tentative,
         "ram_bytes": option.footprint.ram_bytes,
-        "disk_bytes": sum(option.footprint.disk_bytes),
+        "disk_bytes": option.disk_bytes,
         "alpha": engine.alpha,
         "slots": vars(plan.slots),
         "placement": vars(plan.placement),

@@ -46,6 +46,9 @@ class Prospect:
     sequence_length: int
     not_compiled: str | None
     """Why layers are not compiled; None when they are."""
+    num_ranks: int = 1
+    num_gpus: int = 0
+    """That this host has."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,10 @@ class Summary:
     """The same command would discard it."""
 
 
-def home_table(footprint: Footprint) -> Table:
-    """Before: what lives where."""
+def home_table(footprint: Footprint, num_ranks: int = 1) -> Table:
+    """Before: what lives where, of one rank."""
     table = Table(show_footer=True, box=None, pad_edge=False)
-    table.add_column("lives in", footer="in all")
+    table.add_column("lives in" if num_ranks == 1 else f"on each of {num_ranks} ranks", footer="in all")
     columns = (("device", Home.DEVICE), ("RAM", Home.RAM), ("SSD", Home.SSD))
     for name, home in columns:
         total = sum(row.get(home, 0) for row in footprint.homes.values())
@@ -85,7 +88,8 @@ def home_table(footprint: Footprint) -> Table:
 
 def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
     """Before: budgets, and what the run is about to do."""
-    tokens = prospect.num_micro_batches * prospect.micro_batch_size * prospect.sequence_length
+    num_ranks = prospect.num_ranks
+    tokens = num_ranks * prospect.num_micro_batches * prospect.micro_batch_size * prospect.sequence_length
     begin, end = prospect.first_step, prospect.num_steps
     steps = f"steps {begin + 1} to {end}" if begin < end else f"all {end} steps are done"
     lines = [
@@ -93,12 +97,15 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
         f"run in {prospect.output_dir}",
         *_compiling(prospect),
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
-        f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included",
+        f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included"
+        + (f", on each of {num_ranks} ranks" if num_ranks > 1 else ""),
         *([f"updates wait for the norm of the whole gradient: {footprint.waits}"] if footprint.waits else []),
-        f"{count_text(tokens)} tokens per step: {prospect.num_micro_batches} "
+        f"{count_text(tokens)} tokens per step: {f'{num_ranks} ranks with ' if num_ranks > 1 else ''}"
+        f"{prospect.num_micro_batches} "
         f"{'micro-batch' if prospect.num_micro_batches == 1 else 'micro-batches'} of "
         f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
+        *_more_gpus(prospect),
     ]
     return "\n".join(lines)
 
@@ -107,6 +114,17 @@ def _compiling(prospect: Prospect) -> list[str]:
     if prospect.not_compiled is None:
         return ["layers are compiled during the first step, which therefore takes longer"]
     return [f"layers are not compiled: {prospect.not_compiled}"] if prospect.device == "cuda" else []
+
+
+def _more_gpus(prospect: Prospect) -> list[str]:
+    """Of a run that begins: one that is continued has as many ranks as it had."""
+    others = prospect.num_gpus - 1
+    if prospect.device != "cuda" or prospect.num_ranks > 1 or prospect.first_step or others < 1:
+        return []
+    return [
+        f"{others} more {'GPU is' if others == 1 else 'GPUs are'} not used: in another output_dir, torchrun "
+        f"--nproc-per-node {prospect.num_gpus} -m greedysnake train ... trains on all of them"
+    ]
 
 
 def data_text(train: DataReport, validation: DataReport | None) -> str:
