@@ -272,24 +272,13 @@ class Contents(Ledger):
 
     def reduce(self) -> None:
         """The gradients of all ranks are complete, or of the micro-batch that this is the sum of, and are added up."""
-        block, num_trainable = self.op.block, self.plan.blocks[self.op.block].num_trainable
+        num_trainable = self.plan.blocks[self.op.block].num_trainable
         moved = (num_trainable - num_trainable // self.plan.num_ranks) * self.plan.precision.gradient_bytes
         self.require(self.op.index == 0, "is done once for a block")
         self.require(self.op.nbytes == moved > 0, "moves", self.op.nbytes, "bytes of", moved)
-        slot = self.next(self.reads, "gradients")
-        gradient = self.held.get(slot)
-        self.require(
-            isinstance(gradient, Gradient)
-            and gradient.belongs(block, -1, self.step)
-            and self.is_whole(gradient)
-            and not gradient.reduced,
-            "adds up",
-            gradient,
-        )
-        assert isinstance(gradient, Gradient)
-        self.require(
-            self.fill(replace(gradient, reduced=True), "gradients") == slot, "adds up into another slot than", slot
-        )
+        slot, gradient = self.whole_gradient("adds up", reduced=False)
+        into = self.fill(replace(gradient, reduced=True), "gradients")
+        self.require(into == slot, "adds up into another slot than", slot)
 
     # Gradients and updates
 
@@ -308,20 +297,7 @@ class Contents(Ledger):
     def download(self) -> None:
         """Brings a complete gradient to the host; with `whole`, the weight that it belongs to."""
         block, index, precision = self.op.block, self.op.index, self.plan.precision
-        slot = self.next(self.reads, "gradients")
-        gradient = self.held.get(slot)
-        self.require(
-            isinstance(gradient, Gradient)
-            and gradient.belongs(block, -1, self.step)
-            and self.is_whole(gradient)
-            and gradient.reduced == (self.plan.num_ranks > 1),
-            "brings",
-            gradient,
-            "from",
-            slot,
-            "before it is complete, or of another block or step",
-        )
-        assert isinstance(gradient, Gradient)
+        _, gradient = self.whole_gradient("brings", reduced=self.plan.num_ranks > 1)
         self.moves(precision.gradient_bytes + self.op.whole * precision.weight_bytes)
         if self.op.whole:
             self.weights(block)
@@ -331,6 +307,20 @@ class Contents(Ledger):
             self.require(not self.is_spilled(), "skips the spill slot on the way to SSD")
         if self.op.whole:
             self.fill(Weight(block, index, self.step), "update.weight")
+
+    def whole_gradient(self, verb: str, *, reduced: bool) -> tuple[Resource, Gradient]:
+        """The gradient of the op's block that it reads: complete, and of all ranks if it is `reduced`."""
+        slot = self.next(self.reads, "gradients")
+        gradient = self.held.get(slot)
+        self.require(
+            isinstance(gradient, Gradient)
+            and gradient.belongs(self.op.block, -1, self.step)
+            and self.is_whole(gradient)
+            and gradient.reduced == reduced,
+            *(verb, gradient, "from", slot, "before it is complete, or of another block or step"),
+        )
+        assert isinstance(gradient, Gradient)
+        return slot, gradient
 
     def is_whole(self, gradient: Gradient) -> bool:
         """No backward op will add to it: horizontally each micro-batch's gradient goes to RAM by itself."""

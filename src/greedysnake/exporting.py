@@ -10,8 +10,7 @@ from greedysnake.data.tokenizers import load_tokenizer
 from greedysnake.errors import ConfigError, explained
 from greedysnake.models.export import DTYPES, export_model, is_free
 from greedysnake.preparation import make_model, model_configuration, require_same_model, values_of
-from greedysnake.runs import load_run, require_none_lost
-from greedysnake.runtime.opening import holds_checkpoint
+from greedysnake.runs import load_saved_run
 from greedysnake.runtime.stored import StoredModel
 
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -24,11 +23,8 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
         raise ConfigError(f"--dtype is {dtype!r}: use {', '.join(DTYPES)}")
     if not is_free(out):
         raise ConfigError(f"OUT is {str(out)!r}, which exists: name a new or empty folder")
-    noted = load_run(run)
+    noted = load_saved_run(run)
     config = noted.config
-    if not holds_checkpoint(config.storage[0]):
-        require_none_lost(noted, config.storage[0])
-        raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
     # What can be missing is read before anything is written.
     tokenizer: Any = load_tokenizer(config.tokenizer)
     template = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,7 @@ from greedysnake.config import METRICS, Config
 from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, explained
 from greedysnake.preparation import make_model, model_configuration, require_same_model, values_of
-from greedysnake.runs import Run, load_run, note_run, require_none_lost
-from greedysnake.runtime.opening import holds_checkpoint
+from greedysnake.runs import Run, load_saved_run, note_run
 from greedysnake.runtime.stored import StoredModel, copy_for_ranks
 
 
@@ -27,16 +26,17 @@ def reshard_run(run: Path, out: Path, num_ranks: int, *, storage: Sequence[Path]
     """
     if num_ranks < 1:
         raise ConfigError(f"--ranks is {num_ranks}: give at least 1")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"OUT is {str(out)!r}, which exists: name a new or empty folder")
-    noted = load_run(run)
+    for name, folder in (("OUT", out), *(("--storage", folder) for folder in storage)):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{name} is {str(folder)!r}, which exists: name a new or empty folder")
+    noted = load_saved_run(run)
     config = noted.config
-    if not holds_checkpoint(config.storage[0]):
-        require_none_lost(noted, config.storage[0])
-        raise ConfigError(f"RUN is {str(run)!r}, which has no checkpoint yet: train until the first one is saved")
     model_config = model_configuration(config, is_new=False)
     model = make_model(config, model_config)
-    with StoredModel(model, config.storage, dtype=config.dtype) as stored, _taken_away_after_an_error(out):
+    with ExitStack() as resources:
+        stored = resources.enter_context(StoredModel(model, config.storage, dtype=config.dtype))
+        for folder in (out, *storage):
+            resources.enter_context(_taken_away_after_an_error(folder))
         noted.require_own(stored.metadata, config.storage[0])
         require_same_model(stored, values_of(model_config), str(run))
         new = _changed(config, out, stored.num_ranks, num_ranks, storage)

@@ -171,6 +171,15 @@ def require_first(config: Config) -> None:
             )
 
 
+def load_saved_run(directory: Path) -> Run:
+    """The run in a folder, which has a checkpoint."""
+    run = load_run(directory)
+    if not holds_checkpoint(run.config.storage[0]):
+        require_none_lost(run, run.config.storage[0])
+        raise ConfigError(f"RUN is {str(directory)!r}, which has no checkpoint yet: train until the first one is saved")
+    return run
+
+
 def require_none_lost(run: Run, storage: Path) -> None:
     """Where a checkpoint was saved and is no more, to begin anew would be a surprise."""
     if run.has_checkpoint:

@@ -73,7 +73,7 @@ class Trainer:
         self.config = config if isinstance(config, Config) else load_config(config)
         self._console = console or Console()
         self._spoke_s = time.monotonic()
-        with leaving_nothing(self.config), closing(Ranks(HOST)) as ranks, ranks.together(CALL):
+        with leaving_nothing(self.config), closing(Ranks(HOST, lanes=())) as ranks, ranks.together(CALL):
             self.prepared: Prepared = prepare(self.config, self._tokenised, ranks.share)
             held_out = self.prepared.validation and self.prepared.validation.fingerprint
             fingerprints = {"the data": self.prepared.train.fingerprint, "the held-out data": held_out}
@@ -118,7 +118,7 @@ class Trainer:
     def _take_folder(self, resources: ExitStack) -> None:
         """Before anything is stored. All ranks are told if another training has it."""
         directory = Path(self.config.output_dir)
-        with closing(Ranks(HOST)) as ranks, ranks.together(CALL):
+        with closing(Ranks(HOST, lanes=())) as ranks, ranks.together(CALL):
             if self._is_first:
                 with explained("use", directory):
                     directory.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,27 @@ def test_a_checkpoint_goes_to_another_number_of_ranks_bit_for_bit(
         require_equal(torch.load(f"{out}-{rank}"), wanted)
 
 
+def never(name: str, parameter: torch.Tensor) -> bool:
+    return False
+
+
+def train_unlike(directory: str) -> None:
+    """Ranks with chunks of different sizes, and a rule of decay that lays parameters out in another order."""
+    with open_engine([directory], chunk_params=4096 * (1 + dist.get_rank()), decays=never) as engine:
+        engine.step(make_batches(2, 0))
+        engine.save()
+        torch.save(values_of(engine), f"{directory}-{dist.get_rank()}")
+
+
+def test_chunks_of_each_rank_and_another_rule_of_decay_are_read_as_they_are(tmp_path: Path) -> None:
+    together.call(2, "runtime.test_stored", "train_unlike", str(tmp_path / "old"))
+    model, wanted = make_parts(**MODEL).sequential(), torch.load(tmp_path / "old-0")
+    with StoredModel(model, [tmp_path / "old"], decays=never) as stored:
+        copy_for_ranks(model, stored, [tmp_path / "new"], 1)
+    with open_engine([str(tmp_path / "new")], resume=True, decays=never) as engine:
+        require_equal(values_of(engine), wanted)
+
+
 def test_a_store_in_use_is_not_read(tmp_path: Path) -> None:
     with open_engine([str(tmp_path)]) as engine:
         engine.save()

@@ -125,7 +125,10 @@ class Actions:
     def reduce(self, op: Op, context: StepContext) -> int:
         plan, device = self._buffers.plan, self._buffers.device
         gradients = self._buffers.gradients(op.writes[0])[: plan.blocks[op.block].num_trainable]
-        self._ranks.reduce(gradients, None if plan.clipping else device.largest[op.block])
+        largest = None
+        if not plan.clipping:
+            largest = device.largest_of_all[op.block].copy_(device.largest[op.block])
+        self._ranks.reduce(gradients, largest)
         return op.nbytes
 
     def download(self, op: Op, context: StepContext) -> int:

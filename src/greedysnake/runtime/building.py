@@ -10,6 +10,7 @@ import torch
 from greedysnake.errors import ConfigError
 from greedysnake.models.sequential import Model
 from greedysnake.runtime.flat import FlatBlock, take_values
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.state import ModelState
 
 
@@ -17,13 +18,15 @@ def build_blocks(
     model: Model,
     blocks: Sequence[FlatBlock],
     state: ModelState,
+    ranks: Ranks,
     *,
     dtype: torch.dtype,
     device: torch.device,
     resume: bool,
-) -> dict[str, bytes]:
+) -> None:
     """Gives every block its module, whose parameters are left empty; buffers go to the device. With `resume` the
-    values come from the checkpoint instead. Returns a few values of every parameter that was filled in."""
+    values come from the checkpoint instead. Every rank makes the whole model and keeps a part of it: the parts must be
+    of one model."""
     shared: dict[str, torch.nn.Parameter] = {}
     samples: dict[str, bytes] = {}
     for number, source in enumerate(model.sources()):
@@ -53,7 +56,17 @@ def build_blocks(
             block.adopt(shared)
     if resume:
         state.read_ram_parts()
-    return samples
+    _require_same(samples, ranks)
+
+
+def _require_same(samples: Mapping[str, bytes], ranks: Ranks) -> None:
+    for rank, others in enumerate(ranks.exchange("Engine()", dict(samples))):
+        for name, sample in samples.items():
+            if others.get(name) != sample:
+                raise ConfigError(
+                    f"{name} has other values on rank {rank} than on rank {ranks.rank}: seed all ranks alike before "
+                    "the model is made (torch.manual_seed), or load the same files"
+                )
 
 
 def _sample(parameter: torch.Tensor) -> bytes:

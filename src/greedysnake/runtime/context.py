@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from greedysnake.errors import ConfigError
 from greedysnake.ops import Op
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.slots import Attempt
 
 TentativeWeights = Mapping[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -44,6 +46,27 @@ class StepContext:
     """Updates before it."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """Bytes of tensors between blocks, by lane, each on its own thread; the ops know the rest."""
+
+    def agree(self, ranks: Ranks, call: str, activation_bytes: int, *, as_many: bool) -> tuple[int, int]:
+        """Takes over what all ranks' micro-batches are together. Returns how many the rank with the most has, and the
+        size of the largest tensor between blocks that any has. With `as_many`, all must have the same number: they meet
+        once for every micro-batch."""
+        own = (self.step, self.lr, len(self.batches), self.num_targets, activation_bytes)
+        steps, rates, counts, targets, sizes = zip(*ranks.exchange(call, own), strict=True)
+        if len({*zip(steps, rates, strict=True)}) > 1:
+            raise ConfigError(
+                f"the ranks are at steps {', '.join(map(str, steps))} with the rates {', '.join(map(str, rates))}: all "
+                "of them make the same steps, with the same lr"
+            )
+        if as_many and len({*counts}) > 1:
+            raise ConfigError(
+                f"the ranks have {', '.join(map(str, counts))} micro-batches: the horizontal schedule needs as many on "
+                "each of them"
+            )
+        self.num_targets, self.first_index = sum(targets), sum(counts[: ranks.rank])
+        if self.num_targets <= 0:
+            raise ConfigError(f"the {sum(counts)} micro-batches have no target tokens: there is no loss to compute")
+        return max(counts), max(sizes)
 
     def count(self, op: Op, nbytes: int) -> None:
         lane = op.lane.value

@@ -143,7 +143,7 @@ class StoreDirectory:
         self._require_own()
         with explained("rename", self.path / old):
             os.rename(self.path / old, self.path / new)
-        self._sync()
+        self.sync()
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove those of our files that exist; durable on return."""
@@ -152,7 +152,7 @@ class StoreDirectory:
         for name in names:
             with explained("remove", self.path / name):
                 (self.path / name).unlink(missing_ok=True)
-        self._sync()
+        self.sync()
 
     def size(self, name: str) -> int:
         """Bytes of a file; 0 when there is none."""
@@ -193,7 +193,7 @@ class StoreDirectory:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        self._sync()
+        self.sync()
 
     def _require_own(self) -> None:
         self.require_in_place(self._lock_fd, LOCK)
@@ -202,7 +202,8 @@ class StoreDirectory:
         with explained("look at", self.path):
             return self.path.is_dir()
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
+        """The names of its files are durable on return."""
         with explained("sync the directory", self.path):
             sync(self.path)
 
@@ -213,10 +214,12 @@ def own_directories(directories: Sequence[str | Path], share: Share) -> list[Pat
     num_ranks = share.num_ranks
     for directory in map(Path, directories):
         found = _ranks_in(directory)
+        if num_ranks > 1 and found is None and directory.is_dir():
+            refuse_foreign_files(directory)
         if found is not None and found != num_ranks:
             raise StorageError(
                 f"{directory} holds what {_processes(found)} stored, and this run has {_processes(num_ranks)}: start "
-                f"{found}, or give another directory",
+                f"{found}, copy the run for {num_ranks} by greedysnake reshard, or give another directory",
                 path=str(directory),
             )
     folder = f"{RANK}{share.rank}-of-{num_ranks}" if num_ranks > 1 else ""

@@ -109,16 +109,6 @@ class Engine:
         `chunk_params` parameters make a chunk, the unit of SSD transfer and of optimizer work: by default as many as
         suit the budget, or as the checkpoint that is resumed has.
         `decays(name, parameter)` says which parameters weight decay applies to."""
-        arguments.check_numbers(alpha, max_grad_norm, chunk_params, seed)
-        arguments.check_threads(num_threads, cpus)
-        dtype = arguments.checked_dtype(dtype)
-        arguments.checked_kind("optimizer", optimizer, AdamW)
-        placement = arguments.checked_kind("placement", placement or Placement(), Placement)
-        slots = arguments.checked_kind("slots", slots or Slots(), Slots)
-        io = arguments.checked_kind("io", IoOptions() if io is None else io, IoOptions)
-        storage = arguments.checked_storage(storage, resume=resume, checkpoints=checkpoints)
-        arguments.check_optimistic(optimistic, schedule, max_grad_norm, storage, single_slot=single_slot)
-        write = find_schedule(schedule)
         self.device = arguments.checked_device(device)
         self.trace = trace
         self.records: list[Record] = []
@@ -127,7 +117,6 @@ class Engine:
         self._optimizer = optimizer
         self._vertical = schedule == "vertical"
         self._checkpoints = checkpoints
-        self._dtype = arguments.DTYPES[dtype]
         self._step = 0
         self._num_skipped = 0
         self._num_revoked = 0
@@ -136,7 +125,6 @@ class Engine:
         self._closed: str | None = None
         self._calls = Calls()
         self._owner = getpid()
-        precision, ram = PRECISIONS[dtype], parse_size(ram)
         self._resources = ExitStack()
         # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
         weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
@@ -145,6 +133,18 @@ class Engine:
         share = self._ranks.share
         with ExitStack() as undo, self._ranks.together("Engine()"):
             undo.callback(self._resources.close)
+            arguments.check_numbers(alpha, max_grad_norm, chunk_params, seed)
+            arguments.check_threads(num_threads, cpus)
+            dtype = arguments.checked_dtype(dtype)
+            arguments.checked_kind("optimizer", optimizer, AdamW)
+            placement = arguments.checked_kind("placement", placement or Placement(), Placement)
+            slots = arguments.checked_kind("slots", slots or Slots(), Slots)
+            io = arguments.checked_kind("io", IoOptions() if io is None else io, IoOptions)
+            storage = arguments.checked_storage(storage, resume=resume, checkpoints=checkpoints)
+            arguments.check_optimistic(optimistic, schedule, max_grad_norm, storage, single_slot=single_slot)
+            write = find_schedule(schedule)
+            self._dtype = arguments.DTYPES[dtype]
+            precision, ram = PRECISIONS[dtype], parse_size(ram)
             directories = own_directories(storage, share)
             stored = stored_in(directories[0]) if resume else Stored()
             self._chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, precision)
@@ -194,10 +194,9 @@ class Engine:
             host = HostMemory(self._arena, self._plan)
             self._buffers = Buffers(self._plan, device_memory, host, self._dtype)
             self._state = ModelState(self._plan, self._blocks, host, self._store, self._pool, self._ranks)
-            samples = build_blocks(
-                model, self._blocks, self._state, dtype=self._dtype, device=self.device, resume=resume
+            build_blocks(
+                model, self._blocks, self._state, self._ranks, dtype=self._dtype, device=self.device, resume=resume
             )
-            self._require_same_values(samples)
             self._compute = Compute(
                 self._blocks, self._buffers, device=self.device, seed=seed, vertical=self._vertical, compile=compile
             )
@@ -270,14 +269,14 @@ class Engine:
 
     def step(self, micro_batches: Sequence[Batch], lr: float | None = None) -> StepResult:
         """One training step over all micro-batches. Late updates and reads for the next step go on after it."""
-        rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
         start_s = time.perf_counter()
         with self._alone("step()"), self._together("step()"):
+            rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
             context = self._context(micro_batches, rate, training=True)
             self._compute.require_trainable()
             self._collect()
             with self._random_state_kept():
-                largest = self._agree("step()", context)
+                largest = self._largest("step()", context)
                 self._call(self._prepare, "step()", context, *largest, spare=(PlanError, RankError))
                 return self._call(self._train, context, start_s)
 
@@ -286,7 +285,7 @@ class Engine:
         with self._alone("evaluate()"), self._together("evaluate()"):
             context = self._context(micro_batches, 0.0, training=False)
             with self._random_state_kept():
-                largest = self._agree("evaluate()", context)
+                largest = self._largest("evaluate()", context)
                 self._call(self._prepare, "evaluate()", context, *largest, spare=(PlanError, RankError))
                 return self._call(self._evaluate, context)
 
@@ -327,7 +326,6 @@ class Engine:
             # For each block: steps may come in between.
             with self._alone("named_parameters()"), self._together("named_parameters()"):
                 self._call(self._flush)
-                self._ranks.exchange("named_parameters()", number)
                 parameters = self._state.parameters_of(number)
             yield from parameters
 
@@ -336,7 +334,6 @@ class Engine:
         for number in range(len(self._blocks)):
             with self._alone("named_moments()"), self._together("named_moments()"):
                 self._call(self._flush)
-                self._ranks.exchange("named_moments()", number)
                 moments = self._state.moments_of(number)
             yield from moments
 
@@ -347,6 +344,8 @@ class Engine:
         with self._calls.begin("close()", inspect.currentframe()):
             try:
                 self._wait()
+            except RankError:
+                pass  # what others have not done any more was for a step that does not come
             finally:
                 self._free("it was closed")
 
@@ -429,31 +428,11 @@ class Engine:
         """What lanes call for an op; as long as one may, the engine is held."""
         return lambda op: self._actions.run(op, context)
 
-    def _agree(self, call: str, context: StepContext) -> tuple[int, int]:
-        """What all ranks' micro-batches are together. Returns how many the rank with the most has, and how large the
-        largest tensor between blocks is: all of them make room for that, or none has to."""
+    def _largest(self, call: str, context: StepContext) -> tuple[int, int]:
+        """How many micro-batches the rank with the most has, and how large the largest tensor between blocks is: all
+        ranks make room for that, or none has to."""
         activation_bytes = max(self._size_of_activation(*item) for item in enumerate(context.batches))
-        own = (self._step, context.lr, len(context.batches), context.num_targets, activation_bytes)
-        steps, rates, counts, targets, sizes = zip(*self._ranks.exchange(call, own), strict=True)
-        if len({*zip(steps, rates, strict=True)}) > 1:
-            raise ConfigError(
-                f"the ranks are at steps {', '.join(map(str, steps))} with the rates {', '.join(map(str, rates))}: all "
-                "of them make the same steps, with the same lr"
-            )
-        context.num_targets, context.first_index = sum(targets), sum(counts[: self._ranks.rank])
-        if context.num_targets <= 0:
-            raise ConfigError(f"the {sum(counts)} micro-batches have no target tokens: there is no loss to compute")
-        return max(counts), max(sizes)
-
-    def _require_same_values(self, samples: Mapping[str, object]) -> None:
-        """Every rank makes the whole model and keeps a part of it: the parts must be of one model."""
-        for rank, others in enumerate(self._ranks.exchange("Engine()", dict(samples))):
-            for name, sample in samples.items():
-                if others.get(name) != sample:
-                    raise ConfigError(
-                        f"{name} has other values on rank {rank} than on rank {self._ranks.rank}: seed all ranks alike "
-                        "before the model is made (torch.manual_seed), or load the same files"
-                    )
+        return context.agree(self._ranks, call, activation_bytes, as_many=not self._vertical)
 
     def _prepare(self, call: str, context: StepContext, num_micro_batches: int, activation_bytes: int) -> None:
         """Makes room for this many micro-batches of this size, if there is not enough yet."""
@@ -588,10 +567,12 @@ class Engine:
         try:
             with self._ranks.together(call):
                 yield
-        except RankError as error:
-            if error.is_gone and self._closed is None:
+        except BaseException as error:
+            # After a Ctrl-C, or an exception of a signal handler, it is not known what the others have heard.
+            heard = isinstance(error, GreedySnakeError) and not (isinstance(error, RankError) and error.is_gone)
+            if not heard and self._ranks.count > 1 and self._closed is None:
                 self._runner.stop(error)
-                self._free(str(error))
+                self._free(f"{type(error).__name__}: {error}".removesuffix(": "))
             raise
 
     def _require_open(self) -> None:

@@ -113,9 +113,9 @@ class LaneRunner:
         *,
         stream: torch.cuda.Stream | None = None,
         depth: int = 1,
-        leave: Callable[..., None] | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
-        """`leave(failed=...)` is called when its thread ends."""
+        """`leave` is called when its thread ends."""
         self.lane = lane
         self._leave = leave
         self.stream = stream
@@ -267,7 +267,7 @@ class LaneRunner:
             self._failure.set(error, task.op if task else None)
         self._land(flying)
         if self._leave:
-            self._leave(failed=self._failure.error is not None)
+            self._leave()
 
     def _land(self, flying: deque[tuple[Task, Wait, float]]) -> None:
         """After a failure: waits for what is in flight, since it still uses its buffers."""

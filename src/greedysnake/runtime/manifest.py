@@ -23,6 +23,10 @@ PartRecord = tuple[int, int] | None
 """(slot, CRC32C) of a part at the checkpoint; None when it was never written."""
 
 
+Mark = tuple[int, int, str]
+"""Step, how many checkpoints there were before it, and a word of its own. A later checkpoint has a larger one."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What one checkpoint consists of."""
@@ -36,6 +40,8 @@ class Manifest:
     extents: RunLengths
     parts: list[list[PartRecord]]
     metadata: Mapping[str, object]
+    mark: Mark
+    """The same in all manifests of one checkpoint that several stores keep together, and in no other."""
 
     def encode(self) -> bytes:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -63,6 +69,7 @@ class Manifest:
             extents=[(count, tuple(parts)) for count, parts in fields["extents"]],
             parts=[[part and (part[0], part[1]) for part in parts] for parts in fields["parts"]],
             metadata=fields["metadata"],
+            mark=(fields["step"], *fields.get("mark", (0, 0, ""))[1:]),
         )
 
     def differences(self, *, fingerprint: str, num_slots: int, extents: Sequence[ExtentSpec]) -> list[str]:

@@ -41,6 +41,8 @@ class DeviceMemory:
             for slot in range(num_gradients if num_trainable else 0):
                 self.gradients[pool, slot] = torch.zeros(num_trainable, dtype=torch.float32, device=device)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)
+        self.largest_of_all = torch.zeros_like(self.largest) if plan.num_ranks > 1 else self.largest
+        """The sum of all ranks'."""
 
 
 class HostMemory:

@@ -21,7 +21,7 @@ from greedysnake.runtime.directory import (
     require_space,
 )
 from greedysnake.runtime.layout import ExtentSpec, Layout
-from greedysnake.runtime.manifest import Manifest
+from greedysnake.runtime.manifest import Manifest, Mark
 
 
 def holds_store(directory: Path) -> bool:
@@ -61,13 +61,14 @@ def stored_in(directory: Path) -> Stored:
     return Stored(manifest.num_slots, chunk_params if isinstance(chunk_params, int) else None)
 
 
-def saved_step(directory: Path) -> int:
-    """The step of the checkpoint that a rank has in place, in the first of its directories; -1 without one."""
+def saved_mark(directory: Path) -> Mark:
+    """Of the checkpoint that a rank has in place, in the first of its directories; NONE without one."""
     path = directory / MANIFEST
     with explained("read", path):
-        return Manifest.decode(path.read_bytes(), str(path)).step if path.exists() else -1
+        return Manifest.decode(path.read_bytes(), str(path)).mark if path.exists() else NONE
 
 
+NONE: Mark = (-1, 0, "")
 Exchange = Callable[[object], Sequence[object]]
 """What each of several stores says that keep a checkpoint together."""
 
@@ -80,20 +81,19 @@ def settle_manifest(directory: StoreDirectory, exchange: Exchange) -> None:
     """Of stores that keep a checkpoint together, some may have been cut off before they put the last one in place. It
     is complete, or none of them would have it: those that lag behind put theirs in place now."""
     found = _manifest(directory, MANIFEST)
-    steps = [step for step in exchange(found.step if found else -1) if isinstance(step, int)]
-    if found and found.step == max(steps):
-        exchange(found.step)  # the others may not write on before all are there
-        return
-    staged = _staged(directory)
-    if staged is not None and staged.step == max(steps) >= 0:
+    mark = found.mark if found else NONE
+    newest = max(each for each in exchange(mark) if isinstance(each, tuple))
+    staged = _staged(directory) if mark != newest else None
+    if staged is not None and staged.mark == newest:
         directory.rename(MANIFEST + NEW, MANIFEST)
-        found = staged
-    for number, step in enumerate(exchange(found.step if found else -1)):
-        if step != max(steps):
-            at = f"at step {step}" if step != -1 else "without a checkpoint"
+        mark = newest
+    for rank, other in enumerate(exchange(mark)):  # none writes on before all are there
+        if other != newest:
+            assert isinstance(other, tuple)
+            at = "without a checkpoint" if other == NONE else f"at step {other[0]}"
             raise StorageError(
-                f"the ranks have no checkpoint in common: rank {number} is {at}, another at step {max(steps)}: restore "
-                f"the directories as they were, or {ANEW}"
+                f"the ranks have no checkpoint in common: rank {rank} is {at}, and another one at step {newest[0]} of "
+                f"which it has nothing: restore the directories as they were, or {ANEW}"
             )
 
 

@@ -7,9 +7,11 @@ answer, and what it leaves open is closed, which ends the others' waiting.
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,25 +27,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def current_share() -> Share:
-    """That of this process, before there is an engine. All ranks ask at once."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Share()
-    hosts: list[Any] = [None] * dist.get_world_size()
-    with _explained():
-        dist.all_gather_object(hosts, socket.gethostname())
-    return Share(dist.get_rank(), len(hosts), hosts.count(socket.gethostname()))
-
-
 LANES = (Lane.GATHER, Lane.REDUCE, Lane.NORM)
 """Whose threads talk to other ranks."""
+PATIENCE = timedelta(days=7)
+"""A rank that is gone is noticed at once; one that takes its time is not gone."""
 
 
 class Ranks:
     """This process among those that torch.distributed knows; alone where that was not set up."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Every rank makes one at the same time."""
+    def __init__(self, device: torch.device, lanes: Sequence[Lane] = LANES) -> None:
+        """Every rank makes one at the same time, for these lanes; without any to exchange words only."""
         together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if together else 0
         self.count = dist.get_world_size() if together else 1
@@ -51,12 +45,14 @@ class Ranks:
         self._of_lane: dict[Lane, Any] = {}
         if self.count > 1:
             backend = "nccl" if device.type == "cuda" else "gloo"
-            self._host = dist.new_group(backend="gloo")
-            for lane in LANES:
-                self._of_lane[lane] = dist.new_group(backend="gloo" if lane is Lane.NORM else backend)
+            with _explained():
+                self._host = dist.new_group(backend="gloo", timeout=PATIENCE)
+                for lane in lanes:
+                    name = "gloo" if lane is Lane.NORM else backend
+                    self._of_lane[lane] = dist.new_group(backend=name, timeout=PATIENCE)
         hosts, devices = zip(*self.exchange("Engine()", (socket.gethostname(), _name(device))), strict=True)
         self.share = Share(self.rank, self.count, hosts.count(socket.gethostname()))
-        if device.type == "cuda" and self.count > 1:
+        if device.type == "cuda" and self.count > 1 and lanes:
             try:
                 self._meet_on(device, devices)
             except BaseException:
@@ -65,10 +61,11 @@ class Ranks:
 
     def _meet_on(self, device: torch.device, devices: Sequence[str]) -> None:
         """Connects the devices now, on one thread: the lanes would do it at once."""
-        if devices.count(_name(device)) > 1:
-            ranks = ", ".join(str(rank) for rank, other in enumerate(devices) if other == _name(device))
+        taken = [name for name in devices if devices.count(name) > 1]
+        if taken:
+            ranks = ", ".join(str(rank) for rank, name in enumerate(devices) if name == taken[0])
             raise ConfigError(
-                f"ranks {ranks} have the same GPU, {device}: give each its own, by torch.cuda.set_device(LOCAL_RANK) "
+                f"ranks {ranks} have the same GPU: give each its own, by torch.cuda.set_device(LOCAL_RANK) "
                 "or device='cuda:N', and start no more than there are"
             )
         with _explained():
@@ -103,13 +100,17 @@ class Ranks:
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
-        """What fails here is told to the others, who are waiting for an answer, or will be."""
+        """What is refused or fails here is told to the others, who are waiting for an answer, or will be. Of anything
+        else, such as a Ctrl-C, nobody knows what they wait for: they are left."""
         try:
             yield
         except RankError:
             raise  # the others know
-        except Exception as error:
+        except GreedySnakeError as error:
             self._tell(call, f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            self.close()
             raise
 
     def _tell(self, call: str, problem: str) -> None:
@@ -122,8 +123,14 @@ class Ranks:
         if self.count == 1:
             return [(problem, call, value)]
         answers: list[Any] = [None] * self.count
-        with _explained():
-            dist.all_gather_object(answers, (problem, call, value), group=self._open(self._host))
+        given = pickle.dumps((problem, call, value))  # what cannot be told is an error here alone
+        try:
+            with _explained():
+                dist.all_gather_object(answers, given, group=self._open(self._host))
+        except BaseException:  # of a signal handler, too: the next answers would not belong together
+            self.close()
+            raise
+        answers = [pickle.loads(answer) for answer in answers]
         for rank, (found, _, _) in enumerate(answers):
             if found is not None and rank != self.rank:
                 raise RankError(f"rank {rank} failed: {found}")
@@ -170,19 +177,19 @@ class Ranks:
 
     # The end
 
-    def leave(self, lane: Lane, *, failed: bool) -> None:
+    def leave(self, lane: Lane) -> None:
         """The thread of a lane ends: others that wait for it there are told so."""
         group = self._of_lane.pop(lane, None)
         if group is not None:
-            _close(group, failed=failed)
+            _close(group)
 
     def close(self) -> None:
         """Leaves all groups; those who wait for an answer of this rank do so no longer."""
         for lane in list(self._of_lane):
-            self.leave(lane, failed=True)
+            self.leave(lane)
         group, self._host = self._host, None
         if group is not None:
-            _close(group, failed=True)
+            _close(group)
 
     @staticmethod
     def _open(group: Any) -> Any:
@@ -196,14 +203,15 @@ def _name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
-def _close(group: Any, *, failed: bool) -> None:
-    """A group of gloo closes its connections when nobody holds it any more, which others notice at once; kernels of
-    NCCL that wait for other ranks have to be ended."""
+def _close(group: Any) -> None:
+    """A group of gloo closes its connections when nobody holds it any more, which others notice at once. One of NCCL is
+    not ended in good order, which would wait for the other ranks."""
     if not dist.is_initialized():
         return
-    if failed and dist.get_backend(group) == "nccl":
-        group.abort()
-    dist.destroy_process_group(group)
+    with suppress(ValueError):  # torch.distributed was set up anew meanwhile
+        if dist.get_backend(group) == "nccl":
+            group.abort()
+        dist.destroy_process_group(group)
 
 
 @contextmanager
@@ -214,7 +222,12 @@ def _explained() -> Iterator[None]:
     except GreedySnakeError:
         raise
     except RuntimeError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RankError(
-            f"another rank ended or cannot be reached: look at what it said last ({first})", is_gone=True
+            f"another rank ended or cannot be reached: look at what it said last ({_in_short(error)})", is_gone=True
         ) from error
+
+
+def _in_short(error: RuntimeError) -> str:
+    """Without the place in torch's source, and without its advice."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first.partition("] ")[2].partition(". ")[0] if first.startswith("[") else first

@@ -174,6 +174,7 @@ class ModelState:
             self._load(number, index, slot)
             target = master[chunk.start : chunk.start + chunk.num_params]
             self._join(slot, chunk, target)
+        self._ranks.exchange("named_parameters()", number)  # all have read theirs
         for part in (master[: block.shape.num_trainable], master[block.shape.num_trainable :]):
             self._ranks.gather_parts(part)
         return ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
@@ -189,6 +190,7 @@ class ModelState:
                 start = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
                 both = slot[start : start + 8 * chunk.num_params].view(torch.float32).view(2, -1)
                 moments[:, chunk.start : chunk.start + chunk.num_params].copy_(both)
+        self._ranks.exchange("named_moments()", number)
         for moment in moments:
             self._ranks.gather_parts(moment)
         places = [place for place in block.places if place.trainable]

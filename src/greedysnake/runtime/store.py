@@ -6,6 +6,7 @@ Extents are known by number; the store knows nothing of models or torch. On-disk
 from __future__ import annotations
 
 import threading
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Literal
 
 from greedysnake import _native
-from greedysnake.errors import ConfigError, GreedySnakeError, StorageError
+from greedysnake.errors import ConfigError, GreedySnakeError, RankError, StorageError
 from greedysnake.runtime.directory import (
     EXTENTS,
     MANIFEST,
@@ -113,6 +114,7 @@ class Store:
         self._fingerprint = fingerprint
         self._io = io
         self._exchange = exchange
+        self._is_one_of_several = False
         if single_slot and checkpoints:
             warnings.warn(_SINGLE_SLOT_WARNING, RuntimeWarning, stacklevel=2)
         num_slots = count_slots(single_slot=single_slot, checkpoints=checkpoints, spare_slot=spare_slot)
@@ -264,10 +266,10 @@ class Store:
             encoded = manifest.encode()
             self._sync_data()
             self._members[0].stage(MANIFEST, encoded)
-            self._exchange(step)
             # Until the slots say so too, no exception, a signal handler's included, may lead to another write: it would
             # go over what the new manifest names.
             self._broken = f"publishing the checkpoint of step {step} was interrupted"
+            self._meet(step)
             self._put_in_place()
             self._exchange(step)
             self._slots.pin()
@@ -423,8 +425,25 @@ class Store:
                 "wait for each write, and repeat those that failed"
             )
 
+    def _meet(self, step: int) -> None:
+        """All stores have their manifest ready, or the checkpoint before stays that of all."""
+        try:
+            if self._is_one_of_several:
+                self._members[0].sync()  # so that a power cut leaves what is ready, for those that lag behind
+            self._exchange(step)
+        except RankError as error:
+            if not error.is_gone:  # else another may have put it in place
+                self._broken = None
+            raise
+
     def _manifest(self, step: int, metadata: Mapping[str, object]) -> Manifest:
+        number = self._checkpoint.mark[1] + 1 if self._checkpoint else 0
+        marks = self._exchange((step, number, uuid.uuid4().hex))
+        self._is_one_of_several = len(marks) > 1
+        mark = marks[0]
+        assert isinstance(mark, tuple)
         return Manifest(
+            mark=mark,
             store=self._store_id,
             step=step,
             fingerprint=self._fingerprint,

@@ -27,7 +27,8 @@ from greedysnake.runtime.fitting import MOST_CHUNK_PARAMS
 from greedysnake.runtime.flat import DecayRule, FlatBlock, decays_by_default, survey
 from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.layout import ExtentSpec
-from greedysnake.runtime.opening import Exchange, alone, saved_step, stored_in
+from greedysnake.runtime.manifest import Mark
+from greedysnake.runtime.opening import NONE, Exchange, saved_mark, stored_in
 from greedysnake.runtime.state import extent_numbers, fingerprint, part_bytes
 from greedysnake.runtime.store import Store, StoreTicket
 from greedysnake.shapes import PRECISIONS, Chunk, Precision, Share
@@ -60,21 +61,23 @@ class StoredModel:
         num_ranks = num_ranks_in(Path(directories[0]))
         shares = [Share(rank, num_ranks) for rank in range(num_ranks)]
         own = [own_directories(directories, share) for share in shares]
-        steps = [saved_step(paths[0]) for paths in own]
-        if max(steps) < 0:
+        marks = [saved_mark(paths[0]) for paths in own]
+        if max(marks) == NONE:
             raise StorageError(f"{directories[0]} holds no checkpoint to read: {ANEW}")
-        noted = [stored_in(paths[0]).chunk_params for paths in own]
-        self.chunk_params = next((found for found in noted if found), MOST_CHUNK_PARAMS)
+        self.decays = decays
+        self.chunk_params = [stored_in(paths[0]).chunk_params or MOST_CHUNK_PARAMS for paths in own]
+        """Of each rank."""
         with ExitStack() as undo:
             io = undo.enter_context(IoEngine())
             self.pool = _native.ThreadPool(os.cpu_count() or 1, None)
             undo.callback(self.pool.close)
             self._ranks: list[_Rank] = []
             for share, paths in zip(shares, own, strict=True):
-                blocks = survey(model, self.chunk_params, decays, needs_values=False, share=share)
-                exchange = partial(_as_if_all_said, steps, share.rank)
-                self._ranks.append(_open(blocks, paths, self.precision, share, io, undo, exchange=exchange))
-            largest = max(chunk.num_params for block in self._ranks[0].blocks for chunk in block.shape.chunks)
+                blocks = survey(model, self.chunk_params[share.rank], decays, needs_values=False, share=share)
+                exchange = partial(_as_if_all_said, marks, share.rank)
+                self._ranks.append(_open(blocks, paths, self.precision, share, io, undo, exchange, resume=True))
+            blocks = [block for rank in self._ranks for block in rank.blocks]
+            largest = max(chunk.num_params for block in blocks for chunk in block.shape.chunks)
             self._arena = undo.enter_context(Arena(NUM_BUFFERS * largest * self.precision.all_bytes))
             whole = self._arena.allocate(self._arena.budget_bytes, "chunks that are read")
             self._buffers = deque(whole.split(largest * self.precision.all_bytes))
@@ -194,12 +197,14 @@ def copy_for_ranks(
     written = [int(str(stored.own_metadata(rank).get("ssd_written_bytes", 0))) for rank in range(stored.num_ranks)]
     with ExitStack() as undo:
         io = undo.enter_context(IoEngine())
-        ranks = []
+        ranks: list[_Rank] = []
+        said: list[object] = []
         for rank in range(num_ranks):
             share = Share(rank, num_ranks)
-            blocks = survey(model, stored.chunk_params, decays_by_default, needs_values=False, share=share)
+            blocks = survey(model, stored.chunk_params[0], stored.decays, needs_values=False, share=share)
             paths = own_directories(directories, share)
-            ranks.append(_open(blocks, paths, stored.precision, share, io, undo, single_slot=single_slot))
+            exchange = partial(_as_the_first_said, said)
+            ranks.append(_open(blocks, paths, stored.precision, share, io, undo, exchange, single_slot=single_slot))
         largest = max(chunk.num_params for block in ranks[0].blocks for chunk in block.shape.chunks)
         arena = undo.enter_context(Arena(largest * stored.precision.all_bytes))
         buffer = arena.allocate(arena.budget_bytes, "a chunk that is written")
@@ -242,14 +247,15 @@ def _open(
     share: Share,
     io: IoEngine,
     undo: ExitStack,
+    exchange: Exchange,
     *,
-    single_slot: bool | None = None,
-    exchange: Exchange | None = None,
+    resume: bool = False,
+    single_slot: bool = False,
 ) -> _Rank:
-    """A rank's store: with `exchange` the one that is there, else a new one."""
+    """A rank's store: with `resume` the one that is there, else a new one."""
     chunks = [chunk for block in blocks for chunk in block.shape.chunks]
     specs = [ExtentSpec(tuple(part for part in part_bytes(chunk, precision) if part)) for chunk in chunks]
-    if single_slot is None:
+    if resume:
         single_slot = stored_in(directories[0]).num_slots == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of single_slot, which the run has heard
@@ -259,14 +265,21 @@ def _open(
             io=io,
             single_slot=single_slot,
             fingerprint=fingerprint(blocks, precision, share),
-            resume=exchange is not None,
-            exchange=exchange or alone,
+            resume=resume,
+            exchange=exchange,
         )
     undo.callback(store.close)
     return _Rank(blocks, store, extent_numbers([block.shape for block in blocks]))
 
 
-def _as_if_all_said(steps: Sequence[int], rank: int, value: object) -> Sequence[object]:
+def _as_if_all_said(marks: Sequence[Mark], rank: int, value: object) -> Sequence[object]:
     """What the ranks would answer: this one what it says, the others what is in their manifests, or will be."""
-    newest = max(steps)
-    return [value if number == rank else newest for number in range(len(steps))]
+    return [value if number == rank else max(marks) for number in range(len(marks))]
+
+
+def _as_the_first_said(said: list[object], value: object) -> Sequence[object]:
+    """For stores that are written one after the other: the mark of the first is that of all."""
+    if isinstance(value, tuple):
+        said.append(value)
+        return said
+    return [value]

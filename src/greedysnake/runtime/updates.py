@@ -89,7 +89,7 @@ class Updates:
         return self._loss.nbytes
 
     def take_largest(self, block: int) -> None:
-        self._largest[block].copy_(self._buffers.device.largest[block], non_blocking=True)
+        self._largest[block].copy_(self._buffers.device.largest_of_all[block], non_blocking=True)
 
     # Ops
 
@@ -113,11 +113,12 @@ class Updates:
     def decide(self, op: Op, context: StepContext) -> int:
         """Whether the step counts, and by which rate, bias correction and scale its updates go. All ranks decide the
         same, from the same numbers."""
-        own = math.fsum(float(partials.sum()) for partials in self._squares if len(partials))
+        clipping = self._buffers.plan.clipping
+        own = math.fsum(float(partials.sum()) for partials in self._squares if len(partials)) if clipping else 0.0
         context.loss_sum, squares = self._ranks.sum_numbers([self.own_loss_sum(), own])
         finite = math.isfinite(context.loss_sum)
         scale = 1.0
-        if self._buffers.plan.clipping:
+        if clipping:
             assert self._max_grad_norm is not None
             norm = math.sqrt(squares or 0.0)
             context.grad_norm = norm
