@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_STEPS = 4
 TOLERANCE = 1e-5
 """Of a tensor's largest value: the same sums in another order, as in tests/test_parity.py."""
+CUDA_TOLERANCE = 1e-4
+"""Likewise, with products that a GPU adds up in an order of its own."""
 OPTIMIZER = replace(reference.OPTIMIZER, eps=1e-3)
 """Adam divides a gradient by its own size: where one is tiny, this keeps its noise from reaching the weight in full."""
 
@@ -59,19 +61,21 @@ def equal_batches(step: int) -> list[Batch]:
     return micro_batches(step)[rank * each : (rank + 1) * each]
 
 
-def options_of(case: str, directory: str) -> tuple[gs.Sequential, dict[str, object]]:
-    options = dict(CASES[case])
+def options_of(case: str, directory: str, device: str = "cpu") -> tuple[gs.Sequential, dict[str, object]]:
+    options = {**CASES[case], "device": device}
     model = make_parts(**options.pop("model", {})).sequential()  # type: ignore[arg-type]
     options["placement"] = gs.Placement(**options.pop("placement", {}))  # type: ignore[arg-type]
     defaults = {"dtype": "float32", "chunk_params": 2048, "storage": [directory], "overwrite": True}
     return model, {**defaults, **options}
 
 
-def train_cases(directory: str, cases: list[str]) -> None:
+def train_cases(directory: str, cases: list[str], device: str = "cpu") -> None:
     """Every rank leaves what it trained in a file."""
     rank = torch.distributed.get_rank()
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     for case in cases:
-        model, options = options_of(case, directory)
+        model, options = options_of(case, directory, device)
         batches = equal_batches if options.get("schedule") == "horizontal" else own_batches
         torch.save(
             vars(train_engine(model, batches, NUM_STEPS, optimizer=OPTIMIZER, **options)), f"{directory}-{case}-{rank}"
@@ -82,28 +86,42 @@ def load(directory: Path, case: str, rank: int) -> Trained:
     return Trained(**torch.load(f"{directory}-{case}-{rank}", weights_only=False))
 
 
-def require_close(found: Trained, wanted: Trained) -> None:
-    assert found.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-    assert found.norms == pytest.approx(wanted.norms, rel=TOLERANCE)
+def train_plainly(case: str) -> Trained:
+    parts = make_parts(**CASES[case].get("model", {}))  # type: ignore[arg-type]
+    clip = CASES[case].get("max_grad_norm")
+    return train_reference(parts, OPTIMIZER, micro_batches, NUM_STEPS, max_grad_norm=clip)  # type: ignore[arg-type]
+
+
+def require_close(found: Trained, wanted: Trained, tolerance: float = TOLERANCE) -> None:
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
     assert set(found.parameters) == set(wanted.parameters)
     for name, values in wanted.parameters.items():
-        assert (found.parameters[name] - values).abs().max() <= TOLERANCE * values.abs().max(), name
+        assert (found.parameters[name] - values).abs().max() <= tolerance * values.abs().max(), name
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_train_as_plain_pytorch_does_with_all_of_their_micro_batches(num_ranks: int, tmp_path: Path) -> None:
     directory = tmp_path / "store"
     together.call(num_ranks, "test_ranks", "train_cases", str(directory), list(CASES))
-    for case, options in CASES.items():
-        parts = make_parts(**options.get("model", {}))  # type: ignore[arg-type]
-        clip = options.get("max_grad_norm")
-        wanted = train_reference(parts, OPTIMIZER, micro_batches, NUM_STEPS, max_grad_norm=clip)  # type: ignore[arg-type]
+    for case in CASES:
         first = load(directory, case, 0)
-        require_close(first, wanted)
+        require_close(first, train_plainly(case))
         for rank in range(1, num_ranks):  # all ranks tell the same, to the bit
             other = load(directory, case, rank)
             assert (other.losses, other.norms) == (first.losses, first.norms), case
             assert all(torch.equal(other.parameters[name], value) for name, value in first.parameters.items()), case
+
+
+@pytest.mark.gpu
+def test_ranks_with_a_gpu_each_train_as_plain_pytorch_does(tmp_path: Path) -> None:
+    num_ranks = min(torch.cuda.device_count(), 3)
+    if num_ranks < 2:
+        pytest.skip("there is one GPU")
+    cases = [case for case in CASES if case != "mixed"]  # whose dropout draws from other generators on a GPU
+    together.call(num_ranks, "test_ranks", "train_cases", str(tmp_path / "store"), cases, "cuda", timeout_s=600)
+    for case in cases:
+        require_close(load(tmp_path / "store", case, 0), train_plainly(case), CUDA_TOLERANCE)
 
 
 ALIKE: dict[str, dict[str, object]] = {

@@ -37,7 +37,8 @@ def build_blocks(
             shared.setdefault(shared_name, parameters[name])
         if not resume:
             state.fill(number, parameters)
-            samples |= {name: _sample(parameter) for name, parameter in parameters.items()}
+            if ranks.count > 1:
+                samples |= {name: _sample(parameter) for name, parameter in parameters.items()}
         block.module, block.parameters = module, parameters
         for name, parameter in parameters.items():
             if name not in block.shared:

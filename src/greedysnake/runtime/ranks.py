@@ -25,8 +25,6 @@ Value = TypeVar("Value")
 # The first names are those of torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 LANES = (Lane.GATHER, Lane.REDUCE, Lane.NORM)
 """Whose threads talk to other ranks."""
 PATIENCE = timedelta(days=7)
@@ -50,17 +48,19 @@ class Ranks:
                 for lane in lanes:
                     name = "gloo" if lane is Lane.NORM else backend
                     self._of_lane[lane] = dist.new_group(backend=name, timeout=PATIENCE)
-        hosts, devices = zip(*self.exchange("Engine()", (socket.gethostname(), _name(device))), strict=True)
+        hosts = self.exchange("Engine()", socket.gethostname())
         self.share = Share(self.rank, self.count, hosts.count(socket.gethostname()))
         if device.type == "cuda" and self.count > 1 and lanes:
             try:
-                self._meet_on(device, devices)
+                self._meet_on(device)
             except BaseException:
                 self.close()
                 raise
 
-    def _meet_on(self, device: torch.device, devices: Sequence[str]) -> None:
+    def _meet_on(self, device: torch.device) -> None:
         """Connects the devices now, on one thread: the lanes would do it at once."""
+        # By a name of its own: in each process the same GPU may have another number.
+        devices = self.exchange("Engine()", str(torch.cuda.get_device_properties(device).uuid))
         taken = [name for name in devices if devices.count(name) > 1]
         if taken:
             ranks = ", ".join(str(rank) for rank, name in enumerate(devices) if name == taken[0])
@@ -196,11 +196,6 @@ class Ranks:
         if group is None:
             raise RankError("this rank has left the others: its engine is closed")
         return group
-
-
-def _name(device: torch.device) -> str:
-    """Of a GPU, whatever number it has in this process."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
 def _close(group: Any) -> None:
