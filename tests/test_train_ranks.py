@@ -56,12 +56,8 @@ def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[
         processes.append(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         )
-    try:
+    with together.none_left(processes):
         yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SCRIPT = """
@@ -39,12 +39,19 @@ def started(num_ranks: int, module: str, function: str, *arguments: object) -> I
             )
             for rank in range(num_ranks)
         ]
-        try:
+        with none_left(processes):
             yield processes
-        finally:
-            for process in processes:
-                process.kill()
-                process.communicate()
+
+
+@contextlib.contextmanager
+def none_left(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """Whatever happens, none of them runs on afterwards."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def call(num_ranks: int, module: str, function: str, *arguments: object, timeout_s: float = 200) -> list[object]:
