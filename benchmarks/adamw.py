@@ -1,4 +1,4 @@
-"""Fused AdamW against PyTorch's fused AdamW plus the bf16 copy it needs, and CRC32C per thread.
+"""Fused AdamW, with each kind of moments, against PyTorch's fused AdamW plus the bf16 copy it needs; CRC32C per thread.
 
 Contenders take turns and medians are compared, so a disturbance of the machine hits all of them. The memory
 bandwidth is that of a native pass over one array which reads four cache lines and rewrites three: the mix of
@@ -14,22 +14,30 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
 from greedysnake import _native
-from greedysnake.runtime.optimizer import AdamW, Gradient, SplitChunk, update_split
+from greedysnake.runtime.optimizer import AdamW, Gradient, Moments, SplitChunk, update_split
+from greedysnake.shapes import MOMENT_GROUP
 
 OPTIMIZER = AdamW(lr=1e-4)
+
+MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / MOMENT_GROUP}
+"""Bytes of one moment of one parameter, scales included."""
 
 
 @dataclass(frozen=True)
 class Row:
     contender: str
     grad_dtype: str
+    moments: str
     params_per_s: float
     ratio_to_torch: float
-    bytes_per_param: int | None
+    ratio_to_float32: float | None
+    """To the same kernel with float32 moments; None for PyTorch."""
+    bytes_per_param: float | None
     """Traffic the algorithm needs; None for PyTorch, whose passes overlap in cache differently."""
     gb_per_s: float | None
     bandwidth_fraction: float | None
@@ -72,12 +80,14 @@ class TorchState:
 class SplitState:
     """What GreedySnake keeps."""
 
-    def __init__(self, num_params: int) -> None:
+    def __init__(self, num_params: int, kind: str) -> None:
         self.weight = torch.randn(num_params).bfloat16()
         self.residual = torch.zeros(num_params, dtype=torch.int16)
-        self.exp_avg = torch.zeros(num_params)
-        self.exp_avg_sq = torch.zeros(num_params)
-        self.chunk = SplitChunk.of(self.weight, self.residual, self.exp_avg, self.exp_avg_sq)
+        self.moments = torch.zeros(2, int(num_params * MOMENT_BYTES[kind]), dtype=torch.uint8)
+        exp_avg, exp_avg_sq = (part.data_ptr() for part in self.moments)
+        scales = (exp_avg + num_params, exp_avg_sq + num_params) if kind == "int8" else (0, 0)
+        moments = Moments(exp_avg, exp_avg_sq, kind, *scales)
+        self.chunk = SplitChunk(self.weight.data_ptr(), self.residual.data_ptr(), moments, num_params)
         self.step = 0
 
     def update(self, pool: _native.ThreadPool, isa: str, grad: torch.Tensor) -> None:
@@ -102,14 +112,15 @@ def measure(num_params: int, num_threads: int, num_rounds: int) -> tuple[list[Ro
     torch.set_num_threads(num_threads)
     pool = _native.ThreadPool(num_threads)
     grads = {"float32": torch.randn(num_params), "bfloat16": torch.randn(num_params).bfloat16()}
-    theirs, ours = TorchState(num_params), SplitState(num_params)
+    theirs, ours = TorchState(num_params), {kind: SplitState(num_params, kind) for kind in MOMENT_BYTES}
     scratch = torch.zeros(num_params * 4)
 
     contenders: dict[str, Callable[[], None]] = {}
     for dtype, grad in grads.items():
-        contenders[f"torch {dtype}"] = lambda grad=grad: theirs.update(grad)  # type: ignore[misc]
+        contenders[f"torch {dtype}"] = partial(theirs.update, grad)
         for isa in _native.available_isas():
-            contenders[f"{isa} {dtype}"] = lambda isa=isa, grad=grad: ours.update(pool, isa, grad)  # type: ignore[misc]
+            for kind, state in ours.items():
+                contenders[f"{isa} {dtype} {kind}"] = partial(state.update, pool, isa, grad)
     scratch_bytes = scratch.numel() * 4
     contenders["memory"] = lambda: _native.memory_pass(pool, scratch.data_ptr(), scratch_bytes)
     contenders["crc32c"] = lambda: use(_native.crc32c(scratch.data_ptr(), scratch_bytes))
@@ -120,22 +131,27 @@ def measure(num_params: int, num_threads: int, num_rounds: int) -> tuple[list[Ro
     rows = []
     for dtype in grads:
         torch_s = elapsed_s[f"torch {dtype}"]
-        rows.append(Row("torch", dtype, num_params / torch_s, 1.0, None, None, None))
-        bytes_per_param = 24 + (4 if dtype == "float32" else 2)
+        rows.append(Row("torch", dtype, "float32", num_params / torch_s, 1.0, None, None, None, None))
         for isa in _native.available_isas():
-            ours_s = elapsed_s[f"{isa} {dtype}"]
-            rate = bytes_per_param * num_params / ours_s
-            rows.append(
-                Row(
-                    isa,
-                    dtype,
-                    num_params / ours_s,
-                    torch_s / ours_s,
-                    bytes_per_param,
-                    rate / 1e9,
-                    rate / bandwidth,
+            float32_s = elapsed_s[f"{isa} {dtype} float32"]
+            for kind, moment_bytes in MOMENT_BYTES.items():
+                ours_s = elapsed_s[f"{isa} {dtype} {kind}"]
+                # Weight, residual and both moments are read and written.
+                bytes_per_param = 2 * (4 + 2 * moment_bytes) + (4 if dtype == "float32" else 2)
+                rate = bytes_per_param * num_params / ours_s
+                rows.append(
+                    Row(
+                        isa,
+                        dtype,
+                        kind,
+                        num_params / ours_s,
+                        torch_s / ours_s,
+                        float32_s / ours_s,
+                        bytes_per_param,
+                        rate / 1e9,
+                        rate / bandwidth,
+                    )
                 )
-            )
     return rows, bandwidth, scratch_bytes / elapsed_s["crc32c"]
 
 
@@ -150,6 +166,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.params % MOMENT_GROUP:
+        parser.error(f"--params is {arguments.params}: give a multiple of {MOMENT_GROUP}")
     rows, bandwidth, crc_rate = measure(arguments.params, arguments.threads, arguments.rounds)
 
     if arguments.json:
@@ -164,11 +182,15 @@ def main() -> None:
         return
     print(f"{arguments.params:,} parameters, {arguments.threads} threads, median of {arguments.rounds} rounds")
     print(f"memory, 4 lines read and 3 of them rewritten: {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'contender':<10} {'gradients':<10} {'Mparam/s':>9} {'x torch':>8} {'GB/s':>7} {'of memory':>10}")
+    print(
+        f"{'contender':<10} {'gradients':<10} {'moments':<10} {'Mparam/s':>9} {'x torch':>8} {'x float32':>10}"
+        f" {'B/param':>8} {'GB/s':>7} {'of memory':>10}"
+    )
     for row in rows:
-        line = f"{row.contender:<10} {row.grad_dtype:<10} {row.params_per_s / 1e6:>9.0f}"
+        line = f"{row.contender:<10} {row.grad_dtype:<10} {row.moments:<10} {row.params_per_s / 1e6:>9.0f}"
         line += f" {row.ratio_to_torch:>8.2f}"
         if row.gb_per_s is not None and row.bandwidth_fraction is not None:
+            line += f" {row.ratio_to_float32:>10.2f} {row.bytes_per_param:>8.2f}"
             line += f" {row.gb_per_s:>7.1f} {row.bandwidth_fraction:>10.0%}"
         print(line)
     print(f"crc32c: {crc_rate / 1e9:.1f} GB/s per thread")

@@ -23,7 +23,7 @@ from greedysnake.ops import Plan
 from greedysnake.placement import Placement, Slots, chunk_homes, keep_on_device
 from greedysnake.planning.costs import BlockTimes, Costs, Rates
 from greedysnake.planning.simulate import Forecast, forecast
-from greedysnake.shapes import PRECISIONS, block_shape
+from greedysnake.shapes import block_shape, precision_of
 
 FLOPS, HEAD_FLOPS = 580e12, 400e12
 """docs/performance.md: a layer's backward, 3.4e12 operations for a micro-batch, takes 5.95 ms; the head's 3.2e12 take
@@ -53,7 +53,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         has_ssd=bool(options.storage),
         tentative=options.optimistic,
     )
-    return Plan(blocks, homes, PRECISIONS["bfloat16"], placement, slots, clips)
+    return Plan(blocks, homes, precision_of("bfloat16", options.moments), placement, slots, clips)
 
 
 def layer_params(options: argparse.Namespace) -> int:

@@ -169,6 +169,31 @@ ROWS: Mapping[str, Row] = {
             Figure("RAM, bytes", of("8b", "greedysnake", "peak_rss_bytes"), at_most=96e9),
         ],
     ),
+    "8b-int8": Row(
+        "8 B parameters, moments in int8: all weights and optimizer state in 96 GB of RAM",
+        {
+            "8b-int8": f"--systems greedysnake {EIGHT} --ram 84GiB --ram-cap 96GB --no-checkpoints --moments int8 "
+            f"--steps 2 --slots updates=40 staging=16 weights=3 {IO} --placement weights_ram=1 optimizer_ram=1 "
+            "activations_device=0.22 activations_ram=0.78"
+        },
+        [
+            Figure("tokens/s", of("8b-int8", "greedysnake", "tokens_per_s")),
+            Figure("VRAM, bytes", of("8b-int8", "greedysnake", "peak_vram_bytes"), at_most=24e9),
+            Figure("RAM, bytes", of("8b-int8", "greedysnake", "peak_rss_bytes"), at_most=96e9),
+        ],
+    ),
+    "moments": Row(
+        "moments in fewer bytes, SSD tier, 131k tokens per step, drive held",
+        {
+            f"moments-{moments}": f"--systems greedysnake --steps 3 --no-bounds {SLOTS} --moments {moments} "
+            f"{IO} total_bytes_per_s=2500000000 {ON_SSD}"
+            for moments in ("float32", "bfloat16", "int8")
+        },
+        [
+            Figure("bfloat16, of float32", last_step("moments-bfloat16", "moments-float32"), 1.4),
+            Figure("int8, of float32", last_step("moments-int8", "moments-float32"), 1.8),
+        ],
+    ),
     "ssd": Row(
         "SSD tier, 131k tokens per step",
         {"ssd": f"--systems zero-infinity greedysnake --alternate --steps 4 --peer-steps 2 {SLOTS} {IO} {ON_SSD}"},

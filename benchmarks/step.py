@@ -50,6 +50,7 @@ from step_systems import count_params, run_deepspeed, run_greedysnake, run_pytor
 from step_table import print_table, summarise, without_nan
 
 from greedysnake.errors import ConfigError, GreedySnakeError
+from greedysnake.shapes import MOMENTS
 from greedysnake.sizes import parse_size
 
 SYSTEMS = ("greedysnake", "pytorch", "pytorch-no-recompute", "pytorch-eager", "zero-infinity", "zero-offload")
@@ -80,6 +81,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--alpha", type=fraction, default=0.25)
     parser.add_argument("--clip", type=norm, default=None, help="max_grad_norm")
     parser.add_argument("--optimistic", action="store_true", help="with --clip: updates before the norm is known")
+    parser.add_argument("--moments", default="float32", choices=tuple(MOMENTS), help="how greedysnake stores them")
     parser.add_argument("--schedule", default="vertical", choices=("vertical", "horizontal"))
     parser.add_argument("--placement", nargs="*", default=[], metavar="NAME=SHARE", help="fields of gs.Placement")
     parser.add_argument("--slots", nargs="*", default=[], metavar="NAME=COUNT", help="fields of gs.Slots")

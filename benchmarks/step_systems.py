@@ -135,7 +135,8 @@ def greedysnake_model(options: argparse.Namespace) -> Any:
 
 
 def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
-    """bf16 weights whose residual makes them fp32 in the optimizer, fp32 moments and gradients."""
+    """bf16 weights whose residual makes them fp32 in the optimizer, fp32 gradients, and fp32 moments unless --moments
+    says otherwise."""
     import greedysnake as gs
     from greedysnake.runtime.directory import EXTENTS
     from greedysnake.trace import totals, write_perfetto
@@ -144,7 +145,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
     start_s = time.perf_counter()
     engine = gs.Engine(
         greedysnake_model(options),
-        gs.AdamW(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1),
+        gs.AdamW(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, moments=options.moments),
         storage=options.storage,
         ram=options.ram,
         device=options.device,

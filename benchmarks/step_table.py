@@ -106,9 +106,10 @@ def add_ssd_shares(row: dict[str, Any], options: argparse.Namespace, bounds: dic
 
 
 def all_on_ssd(options: argparse.Namespace) -> bool:
-    """Weights and optimizer state: what is in RAM needs no bytes of the drive, so 26 per parameter are no bound."""
+    """Weights and optimizer state, the moments in fp32: what is in RAM needs no bytes of the drive, and what is smaller
+    needs fewer, so 26 per parameter are no bound."""
     shares = placement_values(options)
-    return not shares.get("weights_ram") and not shares.get("optimizer_ram")
+    return not shares.get("weights_ram") and not shares.get("optimizer_ram") and options.moments == "float32"
 
 
 def warnings_of(row: dict[str, Any]) -> list[str]:

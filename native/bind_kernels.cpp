@@ -43,38 +43,50 @@ const void* values_pointer(uintptr_t address, const char* name, bool bfloat16, s
     return pointer<float>(address, name, count);
 }
 
-void run_adamw(ThreadPool& pool, KernelTable::AdamW kernel, const AdamWChunk& chunk, size_t count, double lr,
-               double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
+MomentKind moment_kind(const std::string& name) {
+    if (name == "float32") return MomentKind::kFloat32;
+    if (name == "bfloat16") return MomentKind::kBfloat16;
+    if (name == "int8") return MomentKind::kInt8;
+    throw std::invalid_argument("moments \"" + name + "\" are not known: use \"float32\", \"bfloat16\" or \"int8\"");
+}
+
+void* moment_pointer(uintptr_t address, const char* name, MomentKind kind, size_t count) {
+    if (kind == MomentKind::kFloat32) return pointer<float>(address, name, count);
+    if (kind == MomentKind::kBfloat16) return pointer<bf16>(address, name, count);
+    return pointer<uint8_t>(address, name, count);
+}
+
+void adamw(ThreadPool& pool, const std::string& isa, const std::string& moments, uintptr_t grad,
+           const std::string& grad_dtype, uintptr_t weight, uintptr_t residual, uintptr_t exp_avg, uintptr_t exp_avg_sq,
+           uintptr_t exp_avg_scale, uintptr_t exp_avg_sq_scale, size_t count, uint64_t first, uint32_t seed, double lr,
+           double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
+    const MomentKind kind = moment_kind(moments);
+    const bool bfloat16 = is_bfloat16(grad_dtype);
+    const bool split = residual != 0;
+    const bool scaled = kind == MomentKind::kInt8;
+    static_assert(kBlock % kMomentGroup == 0);
+    if (scaled && count % kMomentGroup != 0) {
+        throw std::invalid_argument("count is " + std::to_string(count) + ": int8 moments come in groups of " +
+                                    std::to_string(kMomentGroup) + ", give a multiple of that");
+    }
     if (step < 1) {
         throw std::invalid_argument("step is " + std::to_string(step) + ": the first step is 1");
     }
+    const AdamWChunk chunk{
+        .grad = values_pointer(grad, "grad", bfloat16, count),
+        .weight = split ? static_cast<void*>(pointer<bf16>(weight, "weight", count))
+                        : pointer<float>(weight, "weight", count),
+        .residual = pointer<int16_t>(residual, "residual", 0),
+        .exp_avg = moment_pointer(exp_avg, "exp_avg", kind, count),
+        .exp_avg_sq = moment_pointer(exp_avg_sq, "exp_avg_sq", kind, count),
+        .exp_avg_scale = scaled ? pointer<float>(exp_avg_scale, "exp_avg_scale", count) : nullptr,
+        .exp_avg_sq_scale = scaled ? pointer<float>(exp_avg_sq_scale, "exp_avg_sq_scale", count) : nullptr,
+        .first = first,
+        .key = rounding_key(seed, step),
+    };
+    const KernelTable::AdamW kernel = kernels_for(isa).adamw[static_cast<size_t>(kind)][split][bfloat16];
     const AdamWScalars scalars = adamw_scalars(lr, beta1, beta2, eps, weight_decay, step, grad_scale);
     pool.parallel_for(count, kBlock, [&](size_t begin, size_t end) { kernel(scalars, chunk, begin, end); });
-}
-
-void adamw_split(ThreadPool& pool, const std::string& isa, uintptr_t grad, const std::string& grad_dtype,
-                 uintptr_t weight, uintptr_t residual, uintptr_t exp_avg, uintptr_t exp_avg_sq, size_t count, double lr,
-                 double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
-    const bool bfloat16 = is_bfloat16(grad_dtype);
-    const AdamWChunk chunk{
-        values_pointer(grad, "grad", bfloat16, count),   pointer<bf16>(weight, "weight", count),
-        pointer<int16_t>(residual, "residual", count),   pointer<float>(exp_avg, "exp_avg", count),
-        pointer<float>(exp_avg_sq, "exp_avg_sq", count),
-    };
-    run_adamw(pool, kernels_for(isa).adamw_split[bfloat16], chunk, count, lr, beta1, beta2, eps, weight_decay, step,
-              grad_scale);
-}
-
-void adamw_fp32(ThreadPool& pool, const std::string& isa, uintptr_t grad, const std::string& grad_dtype,
-                uintptr_t weight, uintptr_t exp_avg, uintptr_t exp_avg_sq, size_t count, double lr, double beta1,
-                double beta2, double eps, double weight_decay, int64_t step, double grad_scale) {
-    const bool bfloat16 = is_bfloat16(grad_dtype);
-    const AdamWChunk chunk{
-        values_pointer(grad, "grad", bfloat16, count), pointer<float>(weight, "weight", count),         nullptr,
-        pointer<float>(exp_avg, "exp_avg", count),     pointer<float>(exp_avg_sq, "exp_avg_sq", count),
-    };
-    run_adamw(pool, kernels_for(isa).adamw_fp32[bfloat16], chunk, count, lr, beta1, beta2, eps, weight_decay, step,
-              grad_scale);
 }
 
 void split(ThreadPool& pool, uintptr_t fp32, uintptr_t weight, uintptr_t residual, size_t count,
@@ -153,12 +165,9 @@ void bind_kernels(nb::module_& m) {
         .def_prop_ro("num_threads", &ThreadPool::num_threads);
 
     m.def("available_isas", &available_isas);
-    m.def("adamw_split", &adamw_split, "pool"_a, "isa"_a, "grad"_a, "grad_dtype"_a, "weight"_a, "residual"_a,
-          "exp_avg"_a, "exp_avg_sq"_a, "count"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a,
-          "grad_scale"_a, release());
-    m.def("adamw_fp32", &adamw_fp32, "pool"_a, "isa"_a, "grad"_a, "grad_dtype"_a, "weight"_a, "exp_avg"_a,
-          "exp_avg_sq"_a, "count"_a, "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a, "grad_scale"_a,
-          release());
+    m.def("adamw", &adamw, "pool"_a, "isa"_a, "moments"_a, "grad"_a, "grad_dtype"_a, "weight"_a, "residual"_a,
+          "exp_avg"_a, "exp_avg_sq"_a, "exp_avg_scale"_a, "exp_avg_sq_scale"_a, "count"_a, "first"_a, "seed"_a, "lr"_a,
+          "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a, "grad_scale"_a, release());
     m.def("split", &split, "pool"_a, "fp32"_a, "weight"_a, "residual"_a, "count"_a, "isa"_a = "auto", release());
     m.def("join", &join, "pool"_a, "weight"_a, "residual"_a, "fp32"_a, "count"_a, "isa"_a = "auto", release());
     m.def("to_bfloat16", &to_bfloat16, "pool"_a, "fp32"_a, "bf16"_a, "count"_a, "isa"_a = "auto", release());

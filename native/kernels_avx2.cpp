@@ -8,6 +8,7 @@ namespace greedysnake {
 namespace {
 
 using Vector = __m256;
+using Bits = uint32_t __attribute__((vector_size(32)));
 constexpr size_t kWidth = 8;
 
 inline Vector load(const float* from) { return _mm256_loadu_ps(from); }
@@ -32,6 +33,40 @@ inline Vector join_bits(const bf16* weight, const int16_t* residual) {
     const __m256i low = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(residual)));
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(load_widened(weight), 16), low));
 }
+
+inline Bits bits_of(Vector x) { return (Bits)x; }
+inline Vector from_bits(Bits x) { return (Vector)x; }
+inline Bits smaller(Bits x, Bits y) { return (Bits)_mm256_min_epu32((__m256i)x, (__m256i)y); }
+inline Bits larger(Bits x, Bits y) { return (Bits)_mm256_max_epu32((__m256i)x, (__m256i)y); }
+inline Bits if_nonzero(Bits test, Bits x) { return x & (Bits)(test != 0); }
+
+inline Bits if_below(Bits test, uint32_t limit, Bits x) {
+    return x & (Bits)_mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(limit)), (__m256i)test);
+}
+
+inline Bits lane_numbers() { return Bits{0, 1, 2, 3, 4, 5, 6, 7}; }
+
+inline uint32_t largest_lane(Bits x) {
+    __m128i half = _mm_max_epu32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    half = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0xb1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(half));
+}
+
+inline Bits load_bytes(const uint8_t* from) {
+    return (Bits)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
+
+inline __m128i narrowed(Bits x) {
+    return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+}
+
+inline void store_bytes(uint8_t* to, Bits x) {
+    const __m128i words = narrowed(x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(words, words));
+}
+
+inline void store_words(bf16* to, Bits x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), narrowed(x)); }
 
 // Two vectors of 16-bit values in 32-bit lanes, stored as 16 bits.
 inline void store_narrowed(__m256i first, void* to_first, __m256i second, void* to_second) {

@@ -23,6 +23,8 @@ AdamWScalars adamw_scalars(double lr, double beta1, double beta2, double eps, do
     };
 }
 
+uint32_t rounding_key(uint32_t seed, int64_t step) { return lowbias32(seed ^ lowbias32(static_cast<uint32_t>(step))); }
+
 std::vector<std::string> available_isas() {
     std::vector<std::string> isas{"scalar"};
 #if defined(__x86_64__)

@@ -8,6 +8,7 @@ namespace greedysnake {
 namespace {
 
 using Vector = float;
+using Bits = uint32_t;
 constexpr size_t kWidth = 1;
 
 inline Vector load(const float* from) { return *from; }
@@ -17,6 +18,18 @@ inline Vector broadcast(float x) { return x; }
 inline Vector square_root(Vector x) { return std::sqrt(x); }
 inline Vector at_most(Vector x, Vector limit) { return limit < x ? limit : x; }
 inline Vector without_payload(Vector x) { return x == x ? x : std::bit_cast<float>(0x7fc00000u); }
+
+inline Bits bits_of(Vector x) { return std::bit_cast<Bits>(x); }
+inline Vector from_bits(Bits x) { return std::bit_cast<Vector>(x); }
+inline Bits smaller(Bits x, Bits y) { return y < x ? y : x; }
+inline Bits larger(Bits x, Bits y) { return x < y ? y : x; }
+inline Bits if_nonzero(Bits test, Bits x) { return test != 0 ? x : 0; }
+inline Bits if_below(Bits test, uint32_t limit, Bits x) { return test < limit ? x : 0; }
+inline Bits lane_numbers() { return 0; }
+inline uint32_t largest_lane(Bits x) { return x; }
+inline Bits load_bytes(const uint8_t* from) { return *from; }
+inline void store_bytes(uint8_t* to, Bits x) { *to = static_cast<uint8_t>(x); }
+inline void store_words(bf16* to, Bits x) { *to = static_cast<bf16>(x); }
 
 inline Vector join_bits(const bf16* weight, const int16_t* residual) {
     return std::bit_cast<float>((static_cast<uint32_t>(*weight) << 16) +

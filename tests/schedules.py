@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from greedysnake.ops import Cursor, Plan
 from greedysnake.placement import Placement, Slots, chunk_homes, keep_on_device
 from greedysnake.schedule import ahead, evaluation, flush, horizontal, vertical
-from greedysnake.shapes import GRANULE, PRECISIONS, BlockShape, Chunk
+from greedysnake.shapes import GRANULE, MOMENTS, PRECISIONS, BlockShape, Chunk, precision_of
 from greedysnake.verify import Listing
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal, "evaluation": evaluation}
@@ -118,5 +118,5 @@ def plans(draw: st.DrawFn, *, spills: bool = True) -> Plan:
     clipping = draw(st.booleans())
     tentative = clipping and draw(st.booleans())
     homes = chunk_homes(blocks, placement, alpha=draw(fractions), clipping=clipping, tentative=tentative)
-    precision = PRECISIONS[draw(st.sampled_from(sorted(PRECISIONS)))]
+    precision = precision_of(draw(st.sampled_from(sorted(PRECISIONS))), draw(st.sampled_from(sorted(MOMENTS))))
     return Plan(tuple(blocks), homes, precision, placement, slots, clipping, users)

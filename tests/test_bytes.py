@@ -9,7 +9,7 @@ import pytest
 
 import child
 import greedysnake as gs
-from greedysnake.shapes import PRECISIONS, total_params
+from greedysnake.shapes import GRANULE, PRECISIONS, total_params
 from reference import OPTIMIZER, Batch, make_batches, make_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +66,7 @@ def test_everything_on_ssd_costs_26_bytes_per_parameter(alpha: float, tmp_path: 
 def test_formulas_for_precision_schedule_and_clipping(
     schedule: str, dtype: str, clip: float | None, tmp_path: Path
 ) -> None:
-    weight, state = PRECISIONS[dtype].weight_bytes, PRECISIONS[dtype].state_bytes
+    weight, state = PRECISIONS[dtype].weight_bytes, PRECISIONS[dtype].state_bytes(GRANULE) // GRANULE
     assert 3 * weight + 2 * state == {"bfloat16": 26, "float32": 28}[dtype]
     for num_micro_batches in (1, 3):
         fetches = 1 if schedule == "vertical" else num_micro_batches

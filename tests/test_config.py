@@ -154,6 +154,8 @@ def test_what_is_trained_may_not_change_between_runs_but_how_may() -> None:
     assert difference(had, other) == "data.paths was ['standard-library'] and is ['/x.txt']"
     other = load_config(None, ["engine.dtype=null"])
     assert difference(had, other) == "engine.dtype was 'float32' and is 'bfloat16'"
+    other = load_config(None, ["training.adam_moments=int8"])
+    assert difference(had, other) == "training.adam_moments was 'float32' and is 'int8'"
     assert difference(had, load_config(None, ["engine.dtype=null", "training.bf16=false"])) is None
 
 

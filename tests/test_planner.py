@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from families import EXPERTS, MIXED, SIZES
@@ -18,10 +20,10 @@ from greedysnake.errors import ConfigError, PlanError, StorageError
 from greedysnake.planner import Machine, Planned, plan_run
 from greedysnake.planning.costs import BlockTimes, Rates
 from greedysnake.preparation import prepare
-from greedysnake.report.plan_text import plan_text
+from greedysnake.report.plan_text import plan_table, plan_text
 from greedysnake.runtime.drive import Bandwidth, Drive
 from greedysnake.runtime.engine import Engine
-from training import everything_in, values_in
+from training import everything_in, train, values_in
 
 Values = dict[str, Any]
 FAST = Bandwidth(3e9, 4e9, 3.5e9)
@@ -41,6 +43,14 @@ def quiet(text: str) -> None:
 
 def plan(values: Values) -> Planned:
     return plan_run(load_config(values), quiet)
+
+
+def rows_of(planned: Planned) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(plan_table(planned))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue().splitlines()
 
 
 def with_engine(values: Values, **engine: Any) -> Values:
@@ -109,6 +119,31 @@ class TestPlan:
         assert all(not planned.is_saturated(option) for option in (planned.chosen, *planned.larger[:-1]))
         speeds = [option.tokens_per_s for option in (planned.chosen, *planned.larger)]
         assert speeds == sorted(speeds)
+
+    def test_moments_in_fewer_bytes_are_shown_where_the_drive_is_the_bound_and_not_chosen(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drive = Drive("", exists=True, device_number=1, bandwidth=Bandwidth(5e6, 5e6, 5e6))
+        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        planned = plan(values_in(tmp_path))
+        assert planned.chosen.config.training.adam_moments == "float32"
+        kinds = [option.config.training.adam_moments for option in planned.compact]
+        assert kinds == ["bfloat16", "int8"]
+        options = (planned.chosen, *planned.compact)
+        bytes_needed = [option.forecast.least_s["ssd"] for option in options]
+        assert bytes_needed == sorted(bytes_needed, reverse=True)
+        speeds = [option.tokens_per_s for option in options]
+        assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
+        lines = rows_of(planned)
+        assert any(line.startswith("moments bfloat16") for line in lines)
+        assert any(line.startswith("moments int8") for line in lines)
+
+    def test_a_run_that_is_continued_keeps_its_moments(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        drive = Drive("", exists=True, device_number=1, bandwidth=Bandwidth(5e6, 5e6, 5e6))
+        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        values = values_in(tmp_path, adam_moments="int8")
+        train(values)
+        assert plan(values).compact == ()
 
     def test_the_late_share_is_chosen_where_drive_and_device_balance(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

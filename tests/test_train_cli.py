@@ -20,7 +20,7 @@ from greedysnake import agreement, settings
 from greedysnake.config import Config, load_config
 from greedysnake.data.tokenizers import ByteTokenizer
 from greedysnake.preparation import prepare
-from training import MODEL, Run, everything_in, lock, metrics_of, values_in, write_config
+from training import MODEL, Run, curve, everything_in, lock, metrics_of, values_in, write_config
 
 Values = dict[str, Any]
 
@@ -428,6 +428,29 @@ def test_verify_prints_the_agreement(tmp_path: Path, run: Run) -> None:
     assert len(re.findall(r"step \d  loss here \d\.\d+  in PyTorch \d\.\d+  difference \d\.\de-\d+", printed)) == 4
     assert "they agree: losses to" in printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_verify_compares_exact_moments_and_tells_how_far_off_others_are(moments: str, tmp_path: Path, run: Run) -> None:
+    code, printed, errors = run("verify", write_config(tmp_path, adam_moments=moments))
+    assert (code, errors) == (0, "") and "they agree: losses to" in printed
+    (off,) = re.findall(
+        rf"with moments in float32; in {moments} the last loss is \d\.\d+, and the weights are off by (\S+) of", printed
+    )
+    assert 1e-6 < float(off) < 0.2
+
+
+def test_a_run_with_moments_in_fewer_bytes_is_trained_continued_and_exported(tmp_path: Path, run: Run) -> None:
+    path = write_config(tmp_path, adam_moments="int8", save_steps=4)
+    code, printed, _ = run("train", path)
+    assert code == 0 and "parameters in float32 on cpu, moments in int8, run in" in printed
+    whole = curve(tmp_path / "run")
+    code, _, errors = run("train", path, "training.max_steps=12", "training.adam_moments=float32")
+    assert code == 2 and "training.adam_moments was 'int8' and is 'float32'" in errors
+    assert run("train", path, "training.max_steps=12")[0] == 0
+    assert len(curve(tmp_path / "run")) == 12 and curve(tmp_path / "run")[:8] == whole
+    assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_verify_notices_a_difference(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,16 +20,21 @@ class ThreadPool:
 def available_isas() -> list[str]:
     """Instruction sets of this CPU and build, narrowest first. All give the same bits."""
 
-def adamw_split(
+def adamw(
     pool: ThreadPool,
     isa: str,
+    moments: str,
     grad: int,
     grad_dtype: str,
     weight: int,
     residual: int,
     exp_avg: int,
     exp_avg_sq: int,
+    exp_avg_scale: int,
+    exp_avg_sq_scale: int,
     count: int,
+    first: int,
+    seed: int,
     lr: float,
     beta1: float,
     beta2: float,
@@ -38,26 +43,11 @@ def adamw_split(
     step: int,
     grad_scale: float,
 ) -> None:
-    """One AdamW step in place on weight (bf16) joined with residual (int16); step counts from 1."""
+    """One AdamW step in place; step counts from 1.
 
-def adamw_fp32(
-    pool: ThreadPool,
-    isa: str,
-    grad: int,
-    grad_dtype: str,
-    weight: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    count: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float,
-) -> None:
-    """One AdamW step in place on an fp32 weight; step counts from 1."""
+    The weight is bf16 joined with residual (int16), or with residual 0 an fp32 of its own. `moments` is "float32",
+    "bfloat16" or "int8"; see `runtime/optimizer.py` for what belongs to each. `seed` has 32 bits.
+    """
 
 def split(pool: ThreadPool, fp32: int, weight: int, residual: int, count: int, isa: str = "auto") -> None:
     """Cut fp32 into bf16 rounded to nearest (ties away from zero) and the int16 that restores it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from greedysnake.models.shrink import shrink
 from greedysnake.preparation import adamw, choose_device, model_configuration, why_not_compiled
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import decays_by_default
+from greedysnake.runtime.optimizer import AdamW
 
 NUM_STEPS, NUM_LAYERS, NUM_MICRO_BATCHES = 4, 4, 3
 BATCH, LENGTH = 2, 24
@@ -55,8 +56,14 @@ def compare(config: Config, console: Console) -> bool:
     model = load_model(small, seed=config.training.seed)
     with tempfile.TemporaryDirectory(prefix="greedysnake-verify-") as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a temporary directory without O_DIRECT is no reason to worry here
-        start, ours = train_here(config, model, batches, Path(name), device)
+        optimizer = adamw(config.training)
+        exact = replace(optimizer, moments="float32")
+        start, ours = train_here(config, exact, model, batches, Path(name), device)
         plain = train_plainly(config, Path(name) / "start", batches, device)
+        rounded = None
+        if optimizer != exact:
+            again = load_model(small, seed=config.training.seed)
+            rounded = train_here(config, optimizer, again, batches, Path(name) / "rounded", device)[1]
     title = f"{small.model_type}, {small.num_hidden_layers} small layers, float32 on {device}"
     console.print(title, highlight=False, markup=False)
     for step, (mine, theirs) in enumerate(zip(ours.losses, plain.losses, strict=True)):
@@ -72,6 +79,13 @@ def compare(config: Config, console: Console) -> bool:
         highlight=False,
         soft_wrap=True,
     )
+    if rounded:
+        console.print(
+            f"this was with moments in float32; in {optimizer.moments} the last loss is {rounded.losses[-1]:.7f}, and "
+            f"the weights are off by {_weight_error(start, rounded.weights, plain.weights):.1e} of the way they went",
+            highlight=False,
+            soft_wrap=True,
+        )
     return passed
 
 
@@ -87,13 +101,18 @@ def make_batches(step: int, vocabulary: int) -> list[Batch]:
 
 
 def train_here(
-    config: Config, model: CausalLM, steps: Sequence[Sequence[Batch]], directory: Path, device: str
+    config: Config,
+    optimizer: AdamW,
+    model: CausalLM,
+    steps: Sequence[Sequence[Batch]],
+    directory: Path,
+    device: str,
 ) -> tuple[Mapping[str, torch.Tensor], Training]:
     """(the weights at the start, the training); the folder `start` in `directory` gets the model at the start."""
     options = config.engine
     with Engine(
         model,
-        adamw(config.training),
+        optimizer,
         storage=[directory / "store"],
         ram="1GiB",
         device=device,

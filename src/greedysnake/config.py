@@ -20,6 +20,7 @@ from greedysnake.errors import ConfigError, explained
 from greedysnake.learning_rate import DecayShape, LearningRate, ScheduleName
 from greedysnake.placement import Placement, Slots
 from greedysnake.settings import Plain, Size
+from greedysnake.shapes import MomentsName, Precision, precision_of
 
 DEFAULT = Path(__file__).with_name("default.yaml")
 """What greedysnake train runs without a configuration."""
@@ -117,6 +118,9 @@ class TrainingOptions:
     """Decay of AdamW's second moment."""
     adam_epsilon: float = 1e-8
     """Added to the root of the second moment."""
+    adam_moments: MomentsName = "float32"
+    """How AdamW's moments are stored: in 8, 4 or 2.1 bytes per parameter. The smaller, the fewer bytes a step moves
+    and a run needs; float32 alone is exactly AdamW, the others round."""
     max_grad_norm: float | None = 1.0
     """The norm of the whole gradient is clipped to this; null or 0 switches clipping off."""
     eval_steps: int | None = None
@@ -213,7 +217,7 @@ class EngineOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one."""
     dtype: Literal["bfloat16", "float32"] | None = None
-    """What the device computes in; optimizer state is float32 in both cases. null is bfloat16."""
+    """What the device computes in; master weights are float32 in both cases. null is bfloat16."""
     schedule: Literal["vertical", "horizontal"] = "vertical"
     """vertical takes all micro-batches through a block before the next; horizontal is plain gradient accumulation."""
     alpha: float = 0.25
@@ -308,6 +312,11 @@ class Config:
     @property
     def dtype(self) -> str:
         return self.engine.dtype or _DTYPES[self.training.bf16 is not False]
+
+    @property
+    def precision(self) -> Precision:
+        """What is stored of every parameter."""
+        return precision_of(self.dtype, self.training.adam_moments)
 
     @property
     def storage(self) -> tuple[Path, ...]:
@@ -410,6 +419,7 @@ _PATHS = (
     ("engine", "storage"),
 )
 _IDENTITY = {
+    "training.adam_moments",
     "training.seed",
     "training.sequence_length",
     "training.per_device_train_batch_size",

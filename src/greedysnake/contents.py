@@ -287,8 +287,7 @@ class Contents(Ledger):
         home = self.plan.homes[self.op.block][self.op.index]
         has_state = home.state is Home.SSD
         source = self.own(self.reads, "ssd")
-        precision = self.plan.precision
-        self.moves(has_state * precision.state_bytes + self.op.whole * precision.weight_bytes)
+        self.moves(self.op.whole * self.plan.precision.weight_bytes, state=has_state)
         if self.op.whole:
             self.fill(self.part(source, Weight), "update.weight")
         if has_state:
@@ -401,10 +400,9 @@ class Contents(Ledger):
 
     def write(self) -> None:
         """Stores all that lives on SSD, as it is after the last update."""
-        home, precision = self.plan.homes[self.op.block][self.op.index], self.plan.precision
-        self.moves(
-            (home.weight is Home.SSD) * precision.weight_bytes + (home.state is Home.SSD) * precision.state_bytes
-        )
+        home = self.plan.homes[self.op.block][self.op.index]
+        weight_bytes = (home.weight is Home.SSD) * self.plan.precision.weight_bytes
+        self.moves(weight_bytes, state=home.state is Home.SSD)
         key = (self.op.block, self.op.index)
         newest = self.updates[key]
         if self.op.tentative:

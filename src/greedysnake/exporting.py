@@ -34,7 +34,7 @@ def export_run(run: Path, out: Path, *, dtype: str = "bfloat16") -> int:
     model_config = model_configuration(config, is_new=False)
     model = make_model(config, model_config)
     tokens = _special_tokens(config, tokenizer, model.config.get_text_config().vocab_size)
-    with StoredModel(model, config.storage, dtype=config.dtype) as stored:
+    with StoredModel(model, config.storage, config.precision) as stored:
         noted.require_own(stored.metadata, config.storage[0])
         require_same_model(stored, values_of(model_config), str(run))
         # A tokenizer that came with the model's own folder goes out as it came.

@@ -78,8 +78,11 @@ class Ledger:
     def chunk(self) -> Chunk:
         return self.plan.blocks[self.op.block].chunks[self.op.index]
 
-    def moves(self, bytes_per_param: int) -> None:
+    def moves(self, bytes_per_param: int, *, state: bool = False) -> None:
+        """So many bytes for each parameter of the chunk; with `state`, its optimizer state besides."""
         wanted = self.chunk.num_params * bytes_per_param
+        if state:
+            wanted += self.plan.precision.state_bytes(self.chunk.num_params)
         self.require(self.op.nbytes == wanted, "moves", self.op.nbytes, "bytes of", wanted)
 
     def parts(self, block: int, index: int, where: Home, version: int) -> frozenset[object]:

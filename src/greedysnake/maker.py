@@ -441,10 +441,10 @@ class Maker:
 
     def ssd_bytes(self, block: int, index: int, with_weight: bool) -> int:
         home, chunk = self.plan.homes[block][index], self.plan.blocks[block].chunks[index]
-        per_param = self.plan.precision.state_bytes if home.state is Home.SSD else 0
+        nbytes = self.plan.precision.state_bytes(chunk.num_params) if home.state is Home.SSD else 0
         if with_weight and home.weight is Home.SSD:
-            per_param += self.plan.precision.weight_bytes
-        return per_param * chunk.num_params
+            nbytes += self.plan.precision.weight_bytes * chunk.num_params
+        return nbytes
 
     # Loss and norm
 

@@ -213,8 +213,7 @@ def ram_bytes(
                 total["weights"] += chunk.num_params * precision.weight_bytes
                 total["tentative weights"] += home.tentative * chunk.num_params * precision.weight_bytes
             if home.state is Home.RAM:
-                state = precision.state_bytes if chunk.trainable else precision.residual_bytes
-                total["optimizer state"] += chunk.num_params * state
+                total["optimizer state"] += precision.state_bytes(chunk.num_params, trainable=chunk.trainable)
             if home.late and home.gradient is Home.RAM:
                 total["gradients"] += chunk.num_params * precision.gradient_bytes
     return total

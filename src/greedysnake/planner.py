@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -45,7 +45,7 @@ from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.footprint import Footprint, device_bytes, missing_room, nearest_existing
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.settings import Size
-from greedysnake.shapes import Share
+from greedysnake.shapes import MomentsName, Share
 from greedysnake.threads import torch_threads
 
 TRIAL_STEPS, TRIAL_MICRO_BATCHES = 3, 3
@@ -137,6 +137,9 @@ class Planned:
     chosen: Option
     larger: tuple[Option, ...]
     """With more micro-batches, each twice as many as before; up to one that is saturated, or that does not fit."""
+    compact: tuple[Option, ...] = ()
+    """As chosen, but with moments in fewer bytes, as long as the device is not busy all the time. They change the
+    training, so they are shown and not chosen."""
 
     @staticmethod
     def is_saturated(option: Option) -> bool:
@@ -163,7 +166,8 @@ def plan_run(config: Config, say: Say, num_ranks: int = 1) -> Planned:
     say("looking for the best alpha and slots")
     chosen, choice, expecting = expecting.best(given)
     say("looking at larger steps")
-    return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)))
+    compact = () if run else tuple(expecting.compact(chosen, choice))  # a run that is continued keeps its moments
+    return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)), compact)
 
 
 class _Expecting:
@@ -204,7 +208,7 @@ class _Expecting:
         def step_s(choice: Choice) -> float:
             if choice not in found:
                 try:
-                    found[choice] = self._with(choice, self._config.training.gradient_accumulation_steps)
+                    found[choice] = self.option_with(choice, self._config.training.gradient_accumulation_steps)
                 except PlanError:
                     return math.inf
             return found[choice].typical_s
@@ -218,12 +222,23 @@ class _Expecting:
             if Planned.is_saturated(option):
                 return
             try:
-                option = self._with(choice, 2 * option.config.training.gradient_accumulation_steps)
+                option = self.option_with(choice, 2 * option.config.training.gradient_accumulation_steps)
             except PlanError:
                 return
             yield option
 
-    def _with(self, choice: Choice, num_micro_batches: int) -> Option:
+    def compact(self, option: Option, choice: Choice) -> Iterator[Option]:
+        training = self._config.training
+        kinds: tuple[MomentsName, ...] = get_args(MomentsName)
+        for moments in kinds[kinds.index(training.adam_moments) + 1 :]:
+            if Planned.is_saturated(option):
+                return
+            config = replace(self._config, training=replace(training, adam_moments=moments))
+            trying = _Expecting(config, self._machine, self._outlined, self._ram, self._stored)
+            option = trying.option_with(choice, training.gradient_accumulation_steps)
+            yield option
+
+    def option_with(self, choice: Choice, num_micro_batches: int) -> Option:
         training, engine = self._config.training, self._config.engine
         slots = replace(engine.slots, updates=choice.updates, staging=choice.staging)
         config = replace(

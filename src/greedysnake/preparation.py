@@ -184,6 +184,7 @@ def adamw(training: TrainingOptions) -> AdamW:
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_epsilon,
         weight_decay=training.weight_decay,
+        moments=training.adam_moments,
     )
 
 
@@ -310,7 +311,9 @@ def outline_of(
     share: Share | None = None,
 ) -> Outline:
     training, options, share = config.training, config.engine, share or Share()
-    blocks = outline(model, dtype=config.dtype, ram=ram, chunk_params=options.chunk_params, stored=stored, share=share)
+    blocks = outline(
+        model, precision=config.precision, ram=ram, chunk_params=options.chunk_params, stored=stored, share=share
+    )
     num_elements = training.per_device_train_batch_size * training.sequence_length
     num_elements *= int(model_config.get_text_config().hidden_size)
     return Outline(blocks, num_elements * (4 if config.dtype == "float32" else 2), share)
@@ -357,7 +360,7 @@ def _foresee(
     try:
         return foresee(
             outlined.blocks,
-            dtype=config.dtype,
+            precision=config.precision,
             ram=ram,
             num_directories=len(config.storage),
             alpha=options.alpha,

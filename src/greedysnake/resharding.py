@@ -34,7 +34,7 @@ def reshard_run(run: Path, out: Path, num_ranks: int, *, storage: Sequence[Path]
     model_config = model_configuration(config, is_new=False)
     model = make_model(config, model_config)
     with ExitStack() as resources:
-        stored = resources.enter_context(StoredModel(model, config.storage, dtype=config.dtype))
+        stored = resources.enter_context(StoredModel(model, config.storage, config.precision))
         for folder in (out, *storage):
             resources.enter_context(_taken_away_after_an_error(folder))
         noted.require_own(stored.metadata, config.storage[0])

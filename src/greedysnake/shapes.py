@@ -3,37 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
+from typing import Literal
 
 GRANULE = 2048
 """Chunks are multiples of this many parameters, so that every part of one is a multiple of 4096 bytes."""
 
 
+MOMENT_GROUP = 64
+"""Parameters whose 8-bit moments share a scale. Every parameter of a module begins with a new group."""
+
+PAGE_BYTES = 4096
+"""The parts of a chunk are multiples of it, as O_DIRECT needs them."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One kind of value of a chunk, which lie in a row: so many bytes for so many parameters."""
+
+    name: str
+    num_bytes: int
+    num_params: int = 1
+
+    def size(self, num_params: int) -> int:
+        """Bytes for a range of parameters, which is a multiple of MOMENT_GROUP."""
+        return num_params // self.num_params * self.num_bytes
+
+
+def _moments(num_bytes: int) -> tuple[Vector, ...]:
+    return Vector("exp_avg", num_bytes), Vector("exp_avg_sq", num_bytes)
+
+
+MomentsName = Literal["float32", "bfloat16", "int8"]
+MOMENTS: dict[str, tuple[Vector, ...]] = {
+    "float32": _moments(4),
+    "bfloat16": _moments(2),
+    "int8": (*_moments(1), Vector("exp_avg_scale", 4, MOMENT_GROUP), Vector("exp_avg_sq_scale", 4, MOMENT_GROUP)),
+}
+"""How the moments of AdamW may be stored, and what is stored of them."""
+
+
 @dataclass(frozen=True)
 class Precision:
-    """How many bytes a parameter takes in each part of its chunk."""
+    """What is stored of a parameter, and in how many bytes."""
 
     name: str
     weight_bytes: int
     """What the device computes with."""
     residual_bytes: int
     """What joins with the weight to give the fp32 master; 0 when the weight is the master."""
+    moments: str = "float32"
+    """A key of MOMENTS."""
 
-    moment_bytes: int = 8
     gradient_bytes: int = 4
 
-    @property
-    def state_bytes(self) -> int:
-        """Everything of a trainable parameter but its weight."""
-        return self.residual_bytes + self.moment_bytes
+    def vectors(self, *, trainable: bool) -> tuple[Vector, ...]:
+        """What lies in a chunk, in this order; only the weight does not belong to its state."""
+        master = (Vector("weight", self.weight_bytes), Vector("residual", self.residual_bytes))
+        return tuple(vector for vector in master if vector.num_bytes) + MOMENTS[self.moments] * trainable
 
-    @property
-    def all_bytes(self) -> int:
-        return self.weight_bytes + self.state_bytes
+    def offsets(self, num_params: int, *, trainable: bool) -> dict[str, int]:
+        """Where each vector begins in a chunk of so many parameters, and where the last one ends ("end")."""
+        vectors = self.vectors(trainable=trainable)
+        ends = accumulate((vector.size(num_params) for vector in vectors), initial=0)
+        return dict(zip([*(vector.name for vector in vectors), "end"], ends, strict=True))
+
+    def state_bytes(self, num_params: int, *, trainable: bool = True) -> int:
+        """Bytes of everything in a chunk but its weight, rounded up to pages."""
+        end = self.offsets(num_params, trainable=trainable)["end"] - self.weight_bytes * num_params
+        return -(-end // PAGE_BYTES) * PAGE_BYTES
+
+    def chunk_bytes(self, num_params: int) -> int:
+        """Bytes of a trainable chunk."""
+        return self.weight_bytes * num_params + self.state_bytes(num_params)
+
+    def update_bytes(self, num_params: int) -> int:
+        """Bytes of a chunk with its gradient, as it is updated."""
+        return self.chunk_bytes(num_params) + self.gradient_bytes * num_params
 
 
 PRECISIONS = {"bfloat16": Precision("bfloat16", 2, 2), "float32": Precision("float32", 4, 0)}
+"""With moments in float32."""
+
+
+def precision_of(dtype: str, moments: str) -> Precision:
+    """What is stored when the device computes in `dtype`."""
+    return replace(PRECISIONS[dtype], moments=moments)
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,7 @@ class Trainer:
             not_compiled=why_not_compiled(self.config, self.prepared.device),
             num_ranks=self.prepared.share.num_ranks,
             num_gpus=torch.cuda.device_count() if self.prepared.device == "cuda" else 0,
+            moments=training.adam_moments,
         )
 
 

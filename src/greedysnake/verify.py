@@ -112,12 +112,12 @@ def step_ssd_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -
         weight = plan.precision.weight_bytes if home.weight is Home.SSD else 0
         num_reads = num_passes(plan, block, num_micro_batches, kind)
         if chunk.trainable:
-            state = plan.precision.state_bytes if home.state is Home.SSD else 0
+            state = plan.precision.state_bytes(chunk.num_params) if home.state is Home.SSD else 0
             spilled = plan.precision.gradient_bytes if home.late and home.gradient is Home.SSD else 0
             waits = home.late and not (plan.tentative and home.tentative)
             num_reads += is_fetched_once(plan.blocks, block) and not waits
-            read += chunk.num_params * (state + spilled * waits)
-            write += chunk.num_params * (weight + state + spilled)
+            read += state + chunk.num_params * spilled * waits
+            write += state + chunk.num_params * (weight + spilled)
         read += chunk.num_params * weight * num_reads
     return read, write
 

@@ -10,6 +10,7 @@ import greedysnake as gs
 from greedysnake.errors import PlanError
 from greedysnake.placement import Home
 from greedysnake.runtime.footprint import Footprint, device_bytes, foresee, outline
+from greedysnake.shapes import PRECISIONS
 from reference import OPTIMIZER, make_batches, make_parts, train_engine
 
 ROWS, LENGTH, HIDDEN = 4, 32, 64
@@ -19,7 +20,7 @@ ACTIVATION_BYTES = ROWS * LENGTH * HIDDEN * 2
 def plan(ram: int, **options: object) -> Footprint:
     model = make_parts(hidden=HIDDEN, width=256, num_layers=6, vocab=200).sequential()
     values: dict[str, object] = {
-        "dtype": "bfloat16",
+        "precision": PRECISIONS["bfloat16"],
         "ram": ram,
         "num_directories": 1,
         "alpha": 0.25,
@@ -33,7 +34,7 @@ def plan(ram: int, **options: object) -> Footprint:
         "fill": True,
         **options,
     }
-    blocks = outline(model, dtype=str(values["dtype"]), ram=ram, chunk_params=4096)
+    blocks = outline(model, precision=values["precision"], ram=ram, chunk_params=4096)  # type: ignore[arg-type]
     return foresee(blocks, **values)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import greedysnake as gs
 import together
 from greedysnake.runtime.stored import StoredModel, copy_for_ranks
+from greedysnake.shapes import precision_of
 from reference import OPTIMIZER, make_batches, make_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,9 +21,10 @@ MODEL = {"tied": True, "uneven": True, "frozen": ["layers.1.up", "head.norm"]}
 Values = dict[str, list[torch.Tensor]]
 
 
-def open_engine(directories: list[str], **options: object) -> gs.Engine:
+def open_engine(directories: list[str], moments: str = "float32", **options: object) -> gs.Engine:
     defaults = {"ram": "64MiB", "chunk_params": None if options.get("resume") else 4096}
-    return gs.Engine(make_parts(**MODEL).sequential(), OPTIMIZER, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
+    optimizer = replace(OPTIMIZER, moments=moments)
+    return gs.Engine(make_parts(**MODEL).sequential(), optimizer, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
 
 
 def values_of(engine: gs.Engine) -> Values:
@@ -31,18 +34,18 @@ def values_of(engine: gs.Engine) -> Values:
     return values
 
 
-def train(directories: list[str], dtype: str, out: str) -> None:
+def train(directories: list[str], dtype: str, moments: str, out: str) -> None:
     """Two steps, a checkpoint, and what it holds in a file."""
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with open_engine(directories, dtype=dtype, placement=gs.Placement(0.5, 0.3)) as engine:
+    with open_engine(directories, moments, dtype=dtype, placement=gs.Placement(0.5, 0.3)) as engine:
         for step in range(2):
             engine.step(make_batches(6, step)[rank::count])
         engine.save({"is": "kept"})
         torch.save(values_of(engine), f"{out}-{rank}")
 
 
-def resume(directories: list[str], dtype: str, out: str) -> tuple[int, str]:
-    with open_engine(directories, dtype=dtype, resume=True) as engine:
+def resume(directories: list[str], dtype: str, moments: str, out: str) -> tuple[int, str]:
+    with open_engine(directories, moments, dtype=dtype, resume=True) as engine:
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(values_of(engine), f"{out}-{rank}")
         engine.step(make_batches(2, 2))
@@ -56,19 +59,26 @@ def require_equal(found: Values, wanted: Values) -> None:
 
 
 @pytest.mark.parametrize(
-    ("had", "gets", "dtype"), [(3, 2, "bfloat16"), (2, 1, "float32"), (1, 2, "bfloat16"), (1, 1, "float32")]
+    ("had", "gets", "dtype", "moments"),
+    [
+        (3, 2, "bfloat16", "float32"),
+        (2, 1, "float32", "float32"),
+        (1, 2, "bfloat16", "int8"),
+        (3, 2, "bfloat16", "int8"),
+        (1, 1, "float32", "bfloat16"),
+    ],
 )
 def test_a_checkpoint_goes_to_another_number_of_ranks_bit_for_bit(
-    had: int, gets: int, dtype: str, tmp_path: Path
+    had: int, gets: int, dtype: str, moments: str, tmp_path: Path
 ) -> None:
     old, new = ([str(tmp_path / name / drive) for drive in ("one", "two")] for name in ("old", "new"))
     if had > 1:
-        together.call(had, "runtime.test_stored", "train", old, dtype, str(tmp_path / "trained"))
+        together.call(had, "runtime.test_stored", "train", old, dtype, moments, str(tmp_path / "trained"))
     else:
-        train(old, dtype, str(tmp_path / "trained"))
+        train(old, dtype, moments, str(tmp_path / "trained"))
     wanted: Values = torch.load(tmp_path / "trained-0")
     model = make_parts(**MODEL).sequential()
-    with StoredModel(model, old, dtype=dtype) as stored:
+    with StoredModel(model, old, precision_of(dtype, moments)) as stored:
         assert (stored.num_ranks, stored.num_steps, stored.metadata) == (had, 2, {"is": "kept"})
         require_equal(
             {name: [value] for name, value in stored.named_parameters()},
@@ -77,9 +87,9 @@ def test_a_checkpoint_goes_to_another_number_of_ranks_bit_for_bit(
         copy_for_ranks(model, stored, new, gets)
     out = str(tmp_path / "resumed")
     if gets > 1:
-        answers = together.call(gets, "runtime.test_stored", "resume", new, dtype, out)
+        answers = together.call(gets, "runtime.test_stored", "resume", new, dtype, moments, out)
     else:
-        answers = [list(resume(new, dtype, out))]
+        answers = [list(resume(new, dtype, moments, out))]
     assert answers == [[3, "{'is': 'kept'}"]] * gets
     for rank in range(gets):
         require_equal(torch.load(f"{out}-{rank}"), wanted)

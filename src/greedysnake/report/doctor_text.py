@@ -12,7 +12,7 @@ from rich.text import Text
 from greedysnake.runtime.doctor import Diagnosis
 from greedysnake.runtime.drive import Drive
 from greedysnake.runtime.host import Host
-from greedysnake.shapes import PRECISIONS
+from greedysnake.shapes import GRANULE, PRECISIONS
 from greedysnake.sizes import format_size
 
 _COLOURS = {"error": "red", "warning": "yellow"}
@@ -41,7 +41,7 @@ def _what_it_means(drives: Sequence[Drive]) -> list[str]:
         return []
     precision = PRECISIONS["bfloat16"]
     # Weights are read in the forward and in the backward; everything is written back once.
-    step_bytes = 2 * precision.weight_bytes + precision.state_bytes + precision.all_bytes
+    step_bytes = 3 * precision.weight_bytes + 2 * precision.state_bytes(GRANULE) // GRANULE
     step_s = step_bytes * 1e9 / sum(rates.values())
     return [
         f"A step moves {step_bytes} bytes per parameter that lives on SSD: here at least {step_s:.3g} s per billion."

@@ -105,6 +105,7 @@ def as_json(planned: Planned) -> dict[str, object]:
             for name, option in (("as configured", planned.given), ("as planned", planned.chosen))
         },
         "larger": [_option_json(option) for option in planned.larger],
+        "compact": [_option_json(option) for option in planned.compact],
     }
 
 
@@ -124,6 +125,7 @@ def _option_json(option: Option) -> dict[str, object]:
         "ram_bytes": option.footprint.ram_bytes,
         "disk_bytes": option.disk_bytes,
         "alpha": engine.alpha,
+        "moments": option.config.training.adam_moments,
         "slots": vars(plan.slots),
         "placement": vars(plan.placement),
     }
@@ -132,6 +134,8 @@ def _option_json(option: Option) -> dict[str, object]:
 def _rows(planned: Planned) -> Iterator[tuple[str, Option]]:
     yield "as configured", planned.given
     yield "as planned", planned.chosen
+    for option in planned.compact:
+        yield f"moments {option.config.training.adam_moments}", option
     for option in planned.larger:
         yield "larger steps" if option is planned.larger[0] else "", option
 

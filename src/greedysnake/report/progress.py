@@ -49,6 +49,7 @@ class Prospect:
     num_ranks: int = 1
     num_gpus: int = 0
     """That this host has."""
+    moments: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
     steps = f"steps {begin + 1} to {end}" if begin < end else f"all {end} steps are done"
     lines = [
         f"{count_text(footprint.num_params)} parameters in {prospect.dtype} on {prospect.device}, "
-        f"run in {prospect.output_dir}",
+        + ("" if prospect.moments == "float32" else f"moments in {prospect.moments}, ")
+        + f"run in {prospect.output_dir}",
         *_compiling(prospect),
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
         f"disk {format_size(sum(footprint.disk_bytes))}, room for checkpoints included"

@@ -60,6 +60,14 @@ def checked_dtype(dtype: str | torch.dtype) -> str:
     return name
 
 
+def check_moments(moments: str, stored: str | None) -> None:
+    if stored is not None and moments != stored:
+        raise ConfigError(
+            f"moments is {moments!r}, the checkpoint has them in {stored!r}: give AdamW(moments={stored!r}), or begin "
+            "anew"
+        )
+
+
 def checked_kind(name: str, value: object, kind: type[Given]) -> Given:
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}: give a gs.{kind.__name__}")

@@ -46,7 +46,7 @@ from greedysnake.runtime.state import ModelState, extent_specs, fingerprint
 from greedysnake.runtime.steps import Action, Steps, find_schedule
 from greedysnake.runtime.store import Store
 from greedysnake.runtime.updates import Updates
-from greedysnake.shapes import PRECISIONS
+from greedysnake.shapes import precision_of
 from greedysnake.sizes import parse_size
 from greedysnake.trace import Record
 
@@ -144,9 +144,10 @@ class Engine:
             arguments.check_optimistic(optimistic, schedule, max_grad_norm, storage, single_slot=single_slot)
             write = find_schedule(schedule)
             self._dtype = arguments.DTYPES[dtype]
-            precision, ram = PRECISIONS[dtype], parse_size(ram)
+            precision, ram = precision_of(dtype, optimizer.moments), parse_size(ram)
             directories = own_directories(storage, share)
             stored = stored_in(directories[0]) if resume else Stored()
+            arguments.check_moments(optimizer.moments, stored.moments)
             self._chunk_params = choose_chunk_params(chunk_params, stored.chunk_params, ram, precision)
             self._blocks = survey(model, self._chunk_params, decays, needs_values=not resume, share=share)
             self._plan = make_plan(
@@ -311,6 +312,7 @@ class Engine:
                     "num_updates": self._updates.num_updates,
                     "num_skipped": self._num_skipped,
                     "chunk_params": self._chunk_params,
+                    "moments": self._optimizer.moments,
                     "ssd_written_bytes": self.ssd_written_bytes,  # with the RAM parts, which were just written
                 }
                 self._store.publish(self._step, {**own, "user": dict(metadata or {})})

@@ -60,14 +60,20 @@ def choose_chunk_params(wanted: int | None, stored: int | None, ram: int, precis
     """Parameters in a chunk, a multiple of GRANULE: as wanted, as in the checkpoint that is continued, or as many as
     let the usual buffers fit into a quarter of the budget."""
     if wanted is None and stored is None:
-        slots, wanted = Slots(), MOST_CHUNK_PARAMS
-        each = slots.staging * precision.weight_bytes + slots.updates * (precision.all_bytes + precision.gradient_bytes)
-        while wanted * each > ram / 4 and wanted > GRANULE:
+        wanted = MOST_CHUNK_PARAMS
+        while _usual_bytes(wanted, precision) > ram / 4 and wanted > GRANULE:
             wanted //= 2
     chosen = max(GRANULE, (wanted or stored or 0) // GRANULE * GRANULE)
     if stored is not None and chosen != stored:
         raise ConfigError(f"chunk_params is {wanted}, the checkpoint has chunks of {stored}: give that or leave it out")
     return chosen
+
+
+def _usual_bytes(chunk_params: int, precision: Precision) -> int:
+    """Of the usual buffers."""
+    slots = Slots()
+    staging = slots.staging * chunk_params * precision.weight_bytes
+    return staging + slots.updates * precision.update_bytes(chunk_params)
 
 
 def require_ram(plan: Plan, budget_bytes: int) -> None:
@@ -90,7 +96,7 @@ def slot_bytes(plan: Plan) -> dict[str, int]:
     precision = plan.precision
     return {
         "staging of weights": plan.slots.staging * largest * precision.weight_bytes,
-        "update slots": plan.slots.updates * largest * (precision.all_bytes + precision.gradient_bytes),
+        "update slots": plan.slots.updates * precision.update_bytes(largest),
     }
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.models.sequential import BlockSource, Model
-from greedysnake.shapes import BlockShape, Share, block_shape, pad
+from greedysnake.shapes import MOMENT_GROUP, BlockShape, Share, block_shape, pad
 
-ALIGNMENT = 64
-"""Parameters start at multiples of this many elements, so that kernels get addresses they run fast on."""
+ALIGNMENT = MOMENT_GROUP
+"""Parameters start at multiples of this many elements: kernels get addresses they run fast on, and moments that share a
+scale belong to one parameter, whose weights all decay or do not."""
 
 TAKEN = "values_taken"
 """Attribute of a parameter whose values an engine took: what it holds now is whatever passed through a device slot."""

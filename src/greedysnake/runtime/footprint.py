@@ -21,7 +21,7 @@ from greedysnake.runtime.memory import page_aligned
 from greedysnake.runtime.opening import Stored
 from greedysnake.runtime.state import extent_specs
 from greedysnake.runtime.store import count_slots
-from greedysnake.shapes import PRECISIONS, Share, total_params
+from greedysnake.shapes import Precision, Share, total_params
 from greedysnake.sizes import format_size
 from greedysnake.verify import step_ssd_bytes
 
@@ -58,21 +58,21 @@ class Footprint:
 def outline(
     model: Model,
     *,
-    dtype: str,
+    precision: Precision,
     ram: int,
     chunk_params: int | None,
     stored: Stored | None = None,
     share: Share | None = None,
 ) -> list[FlatBlock]:
     """The blocks of a model, cut into chunks as a run with this budget cuts them, or as the one that is continued."""
-    chunk_params = choose_chunk_params(chunk_params, (stored or Stored()).chunk_params, ram, PRECISIONS[dtype])
+    chunk_params = choose_chunk_params(chunk_params, (stored or Stored()).chunk_params, ram, precision)
     return survey(model, chunk_params, decays_by_default, needs_values=False, share=share)
 
 
 def foresee(
     blocks: Sequence[FlatBlock],
     *,
-    dtype: str,
+    precision: Precision,
     ram: int,
     num_directories: int,
     alpha: float,
@@ -100,7 +100,7 @@ def foresee(
     def plan_with(placement: Placement, slots: Slots) -> Plan:
         return make_plan(
             blocks,
-            PRECISIONS[dtype],
+            precision,
             placement,
             slots,
             alpha=alpha,
@@ -271,7 +271,7 @@ def _homes(plan: Plan, step: _Step) -> dict[str, dict[Home, int]]:
     precision = plan.precision
     weights = sum(block.num_own for block in plan.blocks) * precision.weight_bytes
     state = sum(
-        chunk.num_params * (precision.state_bytes if chunk.trainable else precision.residual_bytes)
+        precision.state_bytes(chunk.num_params, trainable=chunk.trainable)
         for block in plan.blocks
         for chunk in block.chunks
     )

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from greedysnake.errors import ConfigError
+from greedysnake.shapes import PAGE_BYTES
 
-ALIGNMENT_BYTES = 4096
+ALIGNMENT_BYTES = PAGE_BYTES
 """What O_DIRECT needs on every drive in use today; also the page size."""
 
 RunLengths = list[tuple[int, tuple[int, ...]]]

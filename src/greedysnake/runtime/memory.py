@@ -54,12 +54,12 @@ class HostMemory:
         largest = max(chunk.num_params for block in blocks for chunk in block.chunks)
         self._boundary = largest * precision.weight_bytes
         self._weight_bytes = precision.weight_bytes
-        self.gradient_offset = largest * precision.all_bytes
-        update_bytes = largest * (precision.all_bytes + precision.gradient_bytes)
+        self.gradient_offset = precision.chunk_bytes(largest)
+        slot_bytes = precision.update_bytes(largest)
         staging = arena.allocate(num_staging * largest * precision.weight_bytes, "staging of weights")
-        updates = arena.allocate(num_updates * update_bytes, "update slots")
+        updates = arena.allocate(num_updates * slot_bytes, "update slots")
         self.staging: list[torch.Tensor] = list(staging.split(largest * precision.weight_bytes))
-        self.updates: list[torch.Tensor] = list(updates.split(update_bytes))
+        self.updates: list[torch.Tensor] = list(updates.split(slot_bytes))
         self.weights: dict[tuple[int, int], torch.Tensor] = {}
         self.state: dict[tuple[int, int], torch.Tensor] = {}
         weight_bytes: dict[tuple[int, int], int] = {}
@@ -68,9 +68,9 @@ class HostMemory:
             for index, (chunk, home) in enumerate(zip(block.chunks, block_homes, strict=True)):
                 if home.weight is Home.RAM:
                     weight_bytes[number, index] = chunk.num_params * precision.weight_bytes
-                per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
-                if home.state is Home.RAM and per_param:
-                    state_bytes[number, index] = chunk.num_params * per_param
+                size = precision.state_bytes(chunk.num_params, trainable=chunk.trainable)
+                if home.state is Home.RAM and size:
+                    state_bytes[number, index] = size
         self.weights = _carve(arena, weight_bytes, "weights that live in RAM")
         tentative = {key: size for key, size in weight_bytes.items() if homes[key[0]][key[1]].tentative}
         self.tentative = _carve(arena, tentative, "weights of tentative updates")

@@ -41,6 +41,8 @@ class Stored:
 
     num_slots: int = 0
     chunk_params: int | None = None
+    moments: str | None = None
+    """How they are stored; None without a checkpoint."""
 
 
 def stored_in(directory: Path) -> Stored:
@@ -58,7 +60,11 @@ def stored_in(directory: Path) -> Stored:
                 return Stored()
             raise
     chunk_params = manifest.metadata.get("chunk_params")
-    return Stored(manifest.num_slots, chunk_params if isinstance(chunk_params, int) else None)
+    return Stored(
+        manifest.num_slots,
+        chunk_params if isinstance(chunk_params, int) else None,
+        str(manifest.metadata.get("moments", "float32")),
+    )
 
 
 def saved_mark(directory: Path) -> Mark:

@@ -15,6 +15,7 @@ import torch
 from greedysnake import _native
 from greedysnake._native import ThreadPool
 from greedysnake.errors import ConfigError
+from greedysnake.shapes import MOMENTS
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -35,6 +36,10 @@ class AdamW:
     weight_decay: float = 0.01
     """Decoupled decay: a step takes lr * weight_decay of the weight away."""
 
+    moments: str = "float32"
+    """How both moments are stored: "float32", "bfloat16" or "int8", in 8, 4 or 2.1 bytes per parameter. All but the
+    first round what the next step goes by."""
+
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
             if not isinstance(getattr(self, name), Real):
@@ -50,6 +55,39 @@ class AdamW:
             raise ConfigError(f"eps is {self.eps}: give a finite number, 0 or more")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ConfigError(f"weight_decay is {self.weight_decay}: give a finite number, 0 or more")
+        if self.moments not in MOMENTS:
+            raise ConfigError(f"moments is {self.moments!r}: use 'float32', 'bfloat16' or 'int8'")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Addresses of a chunk's moments as they are stored; whoever made them keeps the memory alive."""
+
+    exp_avg: int
+
+    exp_avg_sq: int
+
+    kind: str = "float32"
+    """"float32", "bfloat16" (rounded by chance) or "int8" (one byte each, scaled by group)"""
+
+    exp_avg_scale: int = 0
+    """int8 only: fp32, one per group of 64 parameters"""
+
+    exp_avg_sq_scale: int = 0
+
+    first: int = 0
+    """bfloat16 only: number of the first parameter in its block, which rounding by chance goes by"""
+
+    seed: int = 0
+    """bfloat16 only: 32 bits of the block's own, likewise"""
+
+    @classmethod
+    def of(cls, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, count: int) -> Moments:
+        """Take the addresses of `count` float32 moments."""
+        return cls(
+            _address("exp_avg", exp_avg, torch.float32, count),
+            _address("exp_avg_sq", exp_avg_sq, torch.float32, count),
+        )
 
 
 @dataclass(frozen=True)
@@ -62,11 +100,7 @@ class SplitChunk:
     residual: int
     """int16; joined with weight it is the fp32 master"""
 
-    exp_avg: int
-    """fp32"""
-
-    exp_avg_sq: int
-    """fp32"""
+    moments: Moments
 
     count: int
     """Number of elements."""
@@ -79,35 +113,32 @@ class SplitChunk:
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
     ) -> SplitChunk:
-        """Take the addresses of tensors of equal length."""
+        """Take the addresses of tensors of equal length; the moments are float32."""
         count = weight.numel()
         return cls(
             _address("weight", weight, torch.bfloat16, count),
             _address("residual", residual, torch.int16, count),
-            _address("exp_avg", exp_avg, torch.float32, count),
-            _address("exp_avg_sq", exp_avg_sq, torch.float32, count),
+            Moments.of(exp_avg, exp_avg_sq, count),
             count,
         )
 
 
 @dataclass(frozen=True)
 class Fp32Chunk:
-    """Addresses of one chunk's state in full fp32; whoever made it keeps the memory alive."""
+    """Addresses of one chunk's state with fp32 weights; whoever made it keeps the memory alive."""
 
     weight: int
-    exp_avg: int
-    exp_avg_sq: int
+    moments: Moments
     count: int
     """Number of elements."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Fp32Chunk:
-        """Take the addresses of tensors of equal length."""
+        """Take the addresses of tensors of equal length; the moments are float32."""
         count = weight.numel()
         return cls(
             _address("weight", weight, torch.float32, count),
-            _address("exp_avg", exp_avg, torch.float32, count),
-            _address("exp_avg_sq", exp_avg_sq, torch.float32, count),
+            Moments.of(exp_avg, exp_avg_sq, count),
             count,
         )
 
@@ -144,25 +175,10 @@ def update_split(
 
     `step` counts from 1. The gradient is multiplied by `grad_scale` first.
     """
-    _check_length(chunk.count, grad)
-    _native.adamw_split(
-        pool,
-        isa,
-        grad.address,
-        grad.dtype,
-        chunk.weight,
-        chunk.residual,
-        chunk.exp_avg,
-        chunk.exp_avg_sq,
-        chunk.count,
-        optimizer.lr,
-        optimizer.betas[0],
-        optimizer.betas[1],
-        optimizer.eps,
-        optimizer.weight_decay,
-        step,
-        grad_scale,
-    )
+    # The native function takes a missing residual for fp32 weights, and would write beyond the bf16 ones.
+    if chunk.residual == 0 and chunk.count > 0:
+        raise ValueError("residual is a null address: pass the address of its memory")
+    _update(pool, optimizer, chunk, chunk.residual, grad, step, grad_scale, isa)
 
 
 def update_fp32(
@@ -176,16 +192,37 @@ def update_fp32(
     isa: str = "auto",
 ) -> None:
     """Apply one step in place to a chunk with fp32 weights; else as `update_split`."""
-    _check_length(chunk.count, grad)
-    _native.adamw_fp32(
+    _update(pool, optimizer, chunk, 0, grad, step, grad_scale, isa)
+
+
+def _update(
+    pool: ThreadPool,
+    optimizer: AdamW,
+    chunk: SplitChunk | Fp32Chunk,
+    residual: int,
+    grad: Gradient,
+    step: int,
+    grad_scale: float,
+    isa: str,
+) -> None:
+    if grad.count != chunk.count:
+        raise ConfigError(f"the gradient has {grad.count} elements, the chunk {chunk.count}: make them equal")
+    moments = chunk.moments
+    _native.adamw(
         pool,
         isa,
+        moments.kind,
         grad.address,
         grad.dtype,
         chunk.weight,
-        chunk.exp_avg,
-        chunk.exp_avg_sq,
+        residual,
+        moments.exp_avg,
+        moments.exp_avg_sq,
+        moments.exp_avg_scale,
+        moments.exp_avg_sq_scale,
         chunk.count,
+        moments.first,
+        moments.seed,
         optimizer.lr,
         optimizer.betas[0],
         optimizer.betas[1],
@@ -194,11 +231,6 @@ def update_fp32(
         step,
         grad_scale,
     )
-
-
-def _check_length(count: int, grad: Gradient) -> None:
-    if grad.count != count:
-        raise ConfigError(f"the gradient has {grad.count} elements, the chunk {count}: make them equal")
 
 
 def _address(name: str, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:

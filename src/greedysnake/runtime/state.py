@@ -16,6 +16,7 @@ from greedysnake.placement import Home
 from greedysnake.runtime.flat import FlatBlock, Place
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.memory import HostMemory
+from greedysnake.runtime.moments import decode
 from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.store import Store, StoreTicket
 from greedysnake.shapes import BlockShape, Chunk, Precision, Share
@@ -38,13 +39,23 @@ def extent_specs(plan: Plan, *, checkpoints: bool) -> list[ExtentSpec]:
 
 def part_bytes(chunk: Chunk, precision: Precision) -> tuple[int, int]:
     """Bytes of a chunk's weight and of the rest of it."""
-    per_param = precision.state_bytes if chunk.trainable else precision.residual_bytes
-    return chunk.num_params * precision.weight_bytes, chunk.num_params * per_param
+    state_bytes = precision.state_bytes(chunk.num_params, trainable=chunk.trainable)
+    return chunk.num_params * precision.weight_bytes, state_bytes
+
+
+def split_vectors(buffer: torch.Tensor, chunk: Chunk, precision: Precision) -> dict[str, torch.Tensor]:
+    """The bytes of a chunk in a buffer that it begins with, by the name of what they hold."""
+    vectors = precision.vectors(trainable=chunk.trainable)
+    sizes = [vector.size(chunk.num_params) for vector in vectors]
+    parts = buffer[: sum(sizes)].split(sizes)
+    return {vector.name: part for vector, part in zip(vectors, parts, strict=True)}
 
 
 def fingerprint(blocks: Sequence[FlatBlock], precision: Precision, share: Share | None = None) -> str:
     """Names what the extents hold: every parameter with its place, the precision, and which rank's part it is."""
     digest = hashlib.sha256(precision.name.encode())
+    if precision.moments != "float32":
+        digest.update(f"moments {precision.moments}".encode())
     if share and share.num_ranks > 1:
         digest.update(f"rank {share.rank} of {share.num_ranks}".encode())
     for block in blocks:
@@ -187,9 +198,11 @@ class ModelState:
             if chunk.trainable:
                 slot = self._host.updates[0]
                 self._load(number, index, slot)
-                start = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
-                both = slot[start : start + 8 * chunk.num_params].view(torch.float32).view(2, -1)
-                moments[:, chunk.start : chunk.start + chunk.num_params].copy_(both)
+                vectors = split_vectors(slot, chunk, precision)
+                scales = [vectors[name] for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in vectors]
+                both = decode(precision.moments, vectors["exp_avg"], vectors["exp_avg_sq"], scales)
+                for moment, values in zip(moments, both, strict=True):
+                    moment[chunk.start : chunk.start + chunk.num_params].copy_(values)
         self._ranks.exchange("named_moments()", number)
         for moment in moments:
             self._ranks.gather_parts(moment)

@@ -29,7 +29,7 @@ from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.manifest import Mark
 from greedysnake.runtime.opening import NONE, Exchange, saved_mark, stored_in
-from greedysnake.runtime.state import extent_numbers, fingerprint, part_bytes
+from greedysnake.runtime.state import extent_numbers, fingerprint, part_bytes, split_vectors
 from greedysnake.runtime.store import Store, StoreTicket
 from greedysnake.shapes import PRECISIONS, Chunk, Precision, Share
 
@@ -53,11 +53,11 @@ class StoredModel:
         self,
         model: Model,
         directories: Sequence[str | Path],
+        precision: Precision = PRECISIONS["bfloat16"],
         *,
-        dtype: str = "bfloat16",
         decays: DecayRule = decays_by_default,
     ) -> None:
-        self.precision = PRECISIONS[dtype]
+        self.precision = precision
         num_ranks = num_ranks_in(Path(directories[0]))
         shares = [Share(rank, num_ranks) for rank in range(num_ranks)]
         own = [own_directories(directories, share) for share in shares]
@@ -75,12 +75,12 @@ class StoredModel:
             for share, paths in zip(shares, own, strict=True):
                 blocks = survey(model, self.chunk_params[share.rank], decays, needs_values=False, share=share)
                 exchange = partial(_as_if_all_said, marks, share.rank)
-                self._ranks.append(_open(blocks, paths, self.precision, share, io, undo, exchange, resume=True))
+                self._ranks.append(_open(blocks, paths, precision, share, io, undo, exchange, resume=True))
             blocks = [block for rank in self._ranks for block in rank.blocks]
             largest = max(chunk.num_params for block in blocks for chunk in block.shape.chunks)
-            self._arena = undo.enter_context(Arena(NUM_BUFFERS * largest * self.precision.all_bytes))
+            self._arena = undo.enter_context(Arena(NUM_BUFFERS * precision.chunk_bytes(largest)))
             whole = self._arena.allocate(self._arena.budget_bytes, "chunks that are read")
-            self._buffers = deque(whole.split(largest * self.precision.all_bytes))
+            self._buffers = deque(whole.split(precision.chunk_bytes(largest)))
             self._last: tuple[int, int, int] | None = None
             """The chunk (rank, block, number) that is in the first buffer."""
             self._resources = undo.pop_all()
@@ -119,39 +119,37 @@ class StoredModel:
             for _, chunk, values in self._read(number):
                 target = master[chunk.start : chunk.start + chunk.num_params]
                 if self.precision.residual_bytes:
-                    addresses = values[0].data_ptr(), values[1].data_ptr(), target.data_ptr()
+                    addresses = values["weight"].data_ptr(), values["residual"].data_ptr(), target.data_ptr()
                     _native.join(self.pool, *addresses, chunk.num_params)
                 else:
-                    target.copy_(values[0].view(torch.float32))
+                    target.copy_(values["weight"].view(torch.float32))
             yield from ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
 
-    def read_range(self, number: int, start: int, targets: Sequence[torch.Tensor], *, trainable: bool) -> None:
-        """Fills vectors, one for each kind of value, with those of a range of the trainable or of the frozen part of a
-        block. Ranges that follow on each other read no chunk twice."""
-        sizes = kinds(self.precision, trainable=trainable)
-        end = start + len(targets[0]) // sizes[0]
+    def read_range(self, number: int, targets: Mapping[str, torch.Tensor], wanted: range, *, trainable: bool) -> None:
+        """Fills vectors, by the names that the precision has for them, with those of a range of the trainable or of the
+        frozen part of a block. Ranges that follow on each other read no chunk twice."""
         for rank, part in enumerate(self._ranks):
             shape = part.blocks[number].shape
             before = 0 if trainable else shape.num_trainable
             for index, chunk in enumerate(shape.chunks):
                 first, last = chunk.start - before, chunk.start - before + chunk.num_params
-                low, high = max(first, start), min(last, end)
+                low, high = max(first, wanted.start), min(last, wanted.stop)
                 if chunk.trainable == trainable and low < high:
                     values = self._chunk(rank, number, index)
-                    for target, value, size in zip(targets, values, sizes, strict=True):
-                        target[(low - start) * size : (high - start) * size].copy_(
-                            value[(low - first) * size : (high - first) * size]
-                        )
+                    for vector in self.precision.vectors(trainable=trainable):
+                        found = values[vector.name][vector.size(low - first) : vector.size(high - first)]
+                        start, end = vector.size(low - wanted.start), vector.size(high - wanted.start)
+                        targets[vector.name][start:end].copy_(found)
 
-    def _chunk(self, rank: int, number: int, index: int) -> list[torch.Tensor]:
+    def _chunk(self, rank: int, number: int, index: int) -> dict[str, torch.Tensor]:
         """The values of a chunk, unless it is the last that was asked for, read now."""
         part, buffer = self._ranks[rank], self._buffers[0]
         if self._last != (rank, number, index):
             part.store.wait(part.store.read(part.extent[number, index], buffer.data_ptr()))
             self._last = (rank, number, index)
-        return _cut(buffer, part.blocks[number].shape.chunks[index], self.precision)
+        return split_vectors(buffer, part.blocks[number].shape.chunks[index], self.precision)
 
-    def _read(self, number: int) -> Iterator[tuple[int, Chunk, list[torch.Tensor]]]:
+    def _read(self, number: int) -> Iterator[tuple[int, Chunk, dict[str, torch.Tensor]]]:
         """(rank, chunk, its values as bytes) of all chunks of a block; the values are gone with the next."""
         wanted = deque(
             (rank, index)
@@ -170,7 +168,7 @@ class StoredModel:
                 rank, index, buffer, ticket = reading.popleft()
                 self._ranks[rank].store.wait(ticket)
                 chunk = self._ranks[rank].blocks[number].shape.chunks[index]
-                yield rank, chunk, _cut(buffer, chunk, self.precision)
+                yield rank, chunk, split_vectors(buffer, chunk, self.precision)
         finally:
             for rank, _, _, ticket in reading:
                 self._ranks[rank].store.wait(ticket)
@@ -206,7 +204,7 @@ def copy_for_ranks(
             exchange = partial(_as_the_first_said, said)
             ranks.append(_open(blocks, paths, stored.precision, share, io, undo, exchange, single_slot=single_slot))
         largest = max(chunk.num_params for block in ranks[0].blocks for chunk in block.shape.chunks)
-        arena = undo.enter_context(Arena(largest * stored.precision.all_bytes))
+        arena = undo.enter_context(Arena(stored.precision.chunk_bytes(largest)))
         buffer = arena.allocate(arena.budget_bytes, "a chunk that is written")
         for number in range(len(stored.blocks)):
             for trainable in (True, False):
@@ -223,21 +221,9 @@ def _copy(stored: StoredModel, part: _Rank, number: int, buffer: torch.Tensor, *
     for index, chunk in enumerate(shape.chunks):
         if chunk.trainable == trainable:
             start = chunk.start - (0 if trainable else shape.num_trainable)
-            targets = _cut(buffer.zero_(), chunk, stored.precision)
-            stored.read_range(number, start, targets, trainable=trainable)
+            targets = split_vectors(buffer.zero_(), chunk, stored.precision)
+            stored.read_range(number, targets, range(start, start + chunk.num_params), trainable=trainable)
             part.store.wait(part.store.write(part.extent[number, index], buffer.data_ptr()))
-
-
-def _cut(buffer: torch.Tensor, chunk: Chunk, precision: Precision) -> list[torch.Tensor]:
-    """The vectors of a chunk in a buffer that it lies in."""
-    sizes = [chunk.num_params * size for size in kinds(precision, trainable=chunk.trainable)]
-    return list(buffer[: sum(sizes)].split(sizes))
-
-
-def kinds(precision: Precision, *, trainable: bool) -> list[int]:
-    """Bytes of a parameter in each vector of a chunk, in the order in which they lie there."""
-    master = [size for size in (precision.weight_bytes, precision.residual_bytes) if size]
-    return master + [precision.moment_bytes // 2] * 2 * trainable
 
 
 def _open(

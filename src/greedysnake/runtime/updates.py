@@ -19,7 +19,7 @@ from greedysnake.placement import Home
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.flat import FlatBlock
-from greedysnake.runtime.optimizer import AdamW, Fp32Chunk, Gradient, SplitChunk, update_fp32, update_split
+from greedysnake.runtime.optimizer import AdamW, Fp32Chunk, Gradient, Moments, SplitChunk, update_fp32, update_split
 from greedysnake.runtime.ranks import Ranks
 from greedysnake.shapes import GRANULE, Chunk
 
@@ -169,20 +169,30 @@ class Updates:
         precision, home = plan.precision, plan.homes[op.block][op.index]
         slot = next((part for part in op.writes if str(part[0]).startswith("update.")), None)
         base = 0 if slot is None else self._buffers.update_slot(slot, op).data_ptr()
-        weight = in_ram or base
+        whole = base  # where the chunk would begin if its state lay behind its weight
         if home.state is Home.RAM:
-            state = host.state[op.block, op.index].data_ptr()
-        else:
-            state = base + chunk.num_params * precision.weight_bytes
-        exp_avg = state + chunk.num_params * precision.residual_bytes
-        exp_avg_sq = exp_avg + chunk.num_params * 4
+            whole = host.state[op.block, op.index].data_ptr() - chunk.num_params * precision.weight_bytes
+        offsets = precision.offsets(chunk.num_params, trainable=True)
+        at = {
+            vector.name: whole + offsets[vector.name] + vector.size(start)
+            for vector in precision.vectors(trainable=True)
+        }
+        weight = (in_ram or base) + start * precision.weight_bytes
         gradient = self._buffers.chunk_gradient(op.reads[0], op).data_ptr()
         values = Gradient(gradient + start * precision.gradient_bytes, "float32", end - start)
-        weight += start * precision.weight_bytes
-        moments = (exp_avg + start * 4, exp_avg_sq + start * 4, end - start)
+        moments = Moments(
+            at["exp_avg"],
+            at["exp_avg_sq"],
+            precision.moments,
+            at.get("exp_avg_scale", 0),
+            at.get("exp_avg_sq_scale", 0),
+            first=chunk.start + start,
+            seed=op.block,
+        )
         step, scale = verdict.num_updates, verdict.scale
         if precision.residual_bytes:
-            split = SplitChunk(weight, state + start * precision.residual_bytes, *moments)
+            split = SplitChunk(weight, at["residual"], moments, end - start)
             update_split(self._pool, optimizer, split, values, step=step, grad_scale=scale)
         else:
-            update_fp32(self._pool, optimizer, Fp32Chunk(weight, *moments), values, step=step, grad_scale=scale)
+            fp32 = Fp32Chunk(weight, moments, end - start)
+            update_fp32(self._pool, optimizer, fp32, values, step=step, grad_scale=scale)
