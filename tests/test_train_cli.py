@@ -212,6 +212,25 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("single_slot", "moments", "words"),
+    [
+        (False, "float32", "set single_slot, which halves it, or adam_moments to int8, which takes 49% off and rounds"),
+        (True, "bfloat16", "or set adam_moments to int8, which takes 23% off and rounds moments"),
+        (True, "int8", "or train a smaller model"),
+    ],
+)
+def test_too_little_disk_is_told_with_what_would_need_less(
+    single_slot: bool, moments: str, words: str, tmp_path: Path, run: Run
+) -> None:
+    values = values_in(tmp_path, adam_moments=moments)
+    ask_for_20_terabytes(values, tmp_path)
+    values["engine"]["single_slot"] = single_slot
+    (tmp_path / "train.yaml").write_text(settings.write_yaml(values))
+    code, _, errors = run("train", tmp_path / "train.yaml")
+    assert code == 2 and "engine.storage: the store needs" in errors and words in errors
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_sentence_that_names_the_key_and_writes_nothing(
     name: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch

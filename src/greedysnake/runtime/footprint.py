@@ -14,14 +14,21 @@ from greedysnake.ops import Plan
 from greedysnake.placement import Home, Placement, Slots, ram_bytes
 from greedysnake.runtime.directory import EXTENTS, SCRATCH, own_directories, refuse_foreign_files
 from greedysnake.runtime.filling import fill_device, fill_ram
-from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, require_ram, slot_bytes
+from greedysnake.runtime.fitting import (
+    MOST_CHUNK_PARAMS,
+    choose_chunk_params,
+    fit_gradients,
+    make_plan,
+    require_ram,
+    slot_bytes,
+)
 from greedysnake.runtime.flat import FlatBlock, decays_by_default, survey
 from greedysnake.runtime.layout import Layout
 from greedysnake.runtime.memory import page_aligned
 from greedysnake.runtime.opening import Stored
 from greedysnake.runtime.state import extent_specs
 from greedysnake.runtime.store import count_slots
-from greedysnake.shapes import Precision, Share, total_params
+from greedysnake.shapes import Precision, Share, precision_of, total_params
 from greedysnake.sizes import format_size
 from greedysnake.verify import step_ssd_bytes
 
@@ -192,7 +199,13 @@ def _smaller(footprint: Footprint) -> str:
         return "set optimistic to false, which takes a third off"
     if footprint.stored_slots:
         return "keep more of the activations and gradients in RAM"
-    return "set single_slot, which halves it"
+    ways = ["single_slot, which halves it"] if footprint.num_slots > 1 else []
+    precision = footprint.plan.precision
+    compact = precision_of(precision.name, "int8")
+    if precision != compact:
+        saved = 1 - compact.chunk_bytes(MOST_CHUNK_PARAMS) / precision.chunk_bytes(MOST_CHUNK_PARAMS)
+        ways.append(f"adam_moments to int8, which takes {saved:.0%} off and rounds moments")
+    return f"set {', or '.join(ways)}" if ways else "train a smaller model"
 
 
 def missing_room(footprint: Footprint, directories: Sequence[str | Path], share: Share | None = None) -> int:
