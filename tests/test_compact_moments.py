@@ -13,8 +13,8 @@ import torch
 import greedysnake as gs
 from greedysnake.runtime.flat import decays_by_default, survey
 from greedysnake.shapes import GRANULE, MOMENT_GROUP, PAGE_BYTES, PRECISIONS, precision_of
+from moment_states import random_bits
 from reference import OPTIMIZER, Batch, Parts, Trained, make_batches, make_parts, num_targets, train_engine
-from test_moments import random_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
