@@ -151,7 +151,7 @@ def test_a_killed_rank_ends_the_others_and_they_return_to_their_checkpoint(strai
             processes[killed].kill()
             start_s = time.monotonic()
             code, _, errors = ended(processes)[1 - killed]
-        assert time.monotonic() - start_s < 30  # torch's own patience is half an hour
+        assert time.monotonic() - start_s < 120  # torch's own patience is half an hour
         assert code == 2 and len(errors.splitlines()) == 1
         assert errors.startswith(f"greedysnake: rank {1 - killed}: ")  # then the op that it was waiting in, if any
         assert "another rank ended or cannot be reached: look at what it said last" in errors
