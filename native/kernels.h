@@ -52,10 +52,12 @@ struct MomentCode {
     static constexpr uint32_t kOffset = (127u << mantissa_bits) - kTop;
     static constexpr uint32_t kShift = 23 - mantissa_bits;
 };
-// A byte of exp_avg is this, rounded to nearest, and the sign above it; code 0 is zero.
+// Both are rounded by chance. To nearest, a moment would stay as it is for good where a step changes it by less than
+// half a place, as a beta of 0.95 does: exp_avg_sq would never come down, or exp_avg stay while exp_avg_sq does come
+// down. A byte of exp_avg is this and the sign above it; code 0 is zero.
 using ExpAvgCode = MomentCode<7, 3>;
-// A byte of exp_avg_sq is this, rounded by chance. No code is zero, on purpose: code 0 is 1.125 * 2^-32 of the group's
-// largest, so a tiny exp_avg_sq is rounded up, and exp_avg over the root stays bounded.
+// A byte of exp_avg_sq is this. No code is zero, on purpose: code 0 is 1.125 * 2^-32 of the group's largest, so a tiny
+// exp_avg_sq is rounded up, and exp_avg over the root stays bounded.
 using ExpAvgSqCode = MomentCode<8, 3>;
 
 // Spreads 32 bits over 32 bits, one to one: Chris Wellons' lowbias32. Static, because a function shared between

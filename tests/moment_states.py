@@ -102,18 +102,12 @@ def parts_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return parts.astype(np.float64).ravel(), scales
 
 
-def nearest_codes(parts: np.ndarray) -> np.ndarray:
-    middles = (EXP_AVG_STEPS[:-1] + EXP_AVG_STEPS[1:]) / 2
-    return np.searchsorted(middles, parts, side="right").astype(np.uint8)  # a tie goes up; NaN is last
-
-
-def codes_by_chance(parts: np.ndarray, random: np.ndarray) -> np.ndarray:
+def codes_by_chance(parts: np.ndarray, steps: np.ndarray, random: np.ndarray) -> np.ndarray:
     """The code below or the one above, by 20 random bits; what is below all codes has the first, NaN the last."""
-    steps = EXP_AVG_SQ_STEPS
     below = np.clip(np.searchsorted(steps, parts, side="right") - 1, 0, len(steps) - 2)
     above_share = (parts - steps[below]) / (steps[below + 1] - steps[below])
-    up = above_share * 2**20 + (random >> 12) >= 2**20
-    return np.where(np.isnan(parts), 255, below + (up & (parts > steps[0]))).astype(np.uint8)
+    up = above_share * 2**20 + random >= 2**20
+    return np.where(np.isnan(parts), len(steps) - 1, below + (up & (parts > steps[0]))).astype(np.uint8)
 
 
 def one_nan(x: np.ndarray) -> np.ndarray:
@@ -149,10 +143,10 @@ class Reference:
             self.exp_avg_sq = rounded_by_chance(v, random & 0xFFFF)
         else:
             parts, scale = parts_of(np.abs(m))
-            codes = nearest_codes(parts)
+            codes = codes_by_chance(parts, EXP_AVG_STEPS, random % 2**12 * 2**8)
             self.exp_avg = np.where((codes > 0) & np.signbit(m), codes + 128, codes).astype(np.uint8)
             parts, scale_sq = parts_of(v)
-            self.exp_avg_sq = codes_by_chance(parts, random)
+            self.exp_avg_sq = codes_by_chance(parts, EXP_AVG_SQ_STEPS, random >> 12)
             self.scales = np.stack([scale, scale_sq])
 
     def update(self, optimizer: AdamW, grad: np.ndarray, *, step: int, grad_scale: float = 1.0) -> None:

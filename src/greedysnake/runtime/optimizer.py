@@ -76,10 +76,10 @@ class Moments:
     exp_avg_sq_scale: int = 0
 
     first: int = 0
-    """bfloat16 only: number of the first parameter in its block, which rounding by chance goes by"""
+    """Number of the first parameter in its block, which rounding by chance goes by"""
 
     seed: int = 0
-    """bfloat16 only: 32 bits of the block's own, likewise"""
+    """32 bits of the block's own, likewise"""
 
     @classmethod
     def of(cls, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, count: int) -> Moments:
