@@ -248,9 +248,11 @@ def test_a_checkpoint_with_other_moments_is_refused_by_name(tmp_path: Path) -> N
         gs.Engine(make_parts(**MODEL).sequential(), OPTIMIZER, storage=[tmp_path], ram="64MiB", resume=True)
 
 
-def test_an_unknown_kind_of_moments_is_refused() -> None:
-    with pytest.raises(gs.ConfigError, match="moments is 'int4': use 'float32', 'bfloat16' or 'int8'"):
-        gs.AdamW(lr=1e-3, moments="int4")
+@pytest.mark.parametrize("moments", ["int4", None, 8, torch.bfloat16, ["int8"]])
+def test_an_unknown_kind_of_moments_is_refused(moments: object) -> None:
+    with pytest.raises(gs.ConfigError) as refused:
+        gs.AdamW(lr=1e-3, moments=moments)  # type: ignore[arg-type]
+    assert str(refused.value) == f"moments is {moments!r}: use 'float32', 'bfloat16' or 'int8'"
 
 
 # Bytes

@@ -55,7 +55,7 @@ class AdamW:
             raise ConfigError(f"eps is {self.eps}: give a finite number, 0 or more")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             raise ConfigError(f"weight_decay is {self.weight_decay}: give a finite number, 0 or more")
-        if self.moments not in MOMENTS:
+        if not isinstance(self.moments, str) or self.moments not in MOMENTS:
             raise ConfigError(f"moments is {self.moments!r}: use 'float32', 'bfloat16' or 'int8'")
 
 
