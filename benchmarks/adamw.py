@@ -20,12 +20,9 @@ import torch
 
 from greedysnake import _native
 from greedysnake.runtime.optimizer import AdamW, Gradient, Moments, SplitChunk, update_split
-from greedysnake.shapes import MOMENT_GROUP
+from greedysnake.shapes import MOMENT_GROUP, MOMENTS, precision_of
 
 OPTIMIZER = AdamW(lr=1e-4)
-
-MOMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / MOMENT_GROUP}
-"""Bytes of one moment of one parameter, scales included."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +75,16 @@ class TorchState:
 
 
 class SplitState:
-    """What GreedySnake keeps."""
+    """What GreedySnake keeps, as it is stored."""
 
     def __init__(self, num_params: int, kind: str) -> None:
-        self.weight = torch.randn(num_params).bfloat16()
-        self.residual = torch.zeros(num_params, dtype=torch.int16)
-        self.moments = torch.zeros(2, int(num_params * MOMENT_BYTES[kind]), dtype=torch.uint8)
-        exp_avg, exp_avg_sq = (part.data_ptr() for part in self.moments)
-        scales = (exp_avg + num_params, exp_avg_sq + num_params) if kind == "int8" else (0, 0)
-        moments = Moments(exp_avg, exp_avg_sq, kind, *scales)
-        self.chunk = SplitChunk(self.weight.data_ptr(), self.residual.data_ptr(), moments, num_params)
+        precision = precision_of("bfloat16", kind)
+        self.stored = torch.zeros(precision.chunk_bytes(num_params), dtype=torch.uint8)
+        self.stored[: 2 * num_params].view(torch.bfloat16).copy_(torch.randn(num_params))
+        weight, residual = (self.stored.data_ptr() + offset for offset in (0, 2 * num_params))
+        moments = Moments.at(weight, num_params, precision)
+        self.chunk = SplitChunk(weight, residual, moments, num_params)
+        self.bytes_per_param = self.stored.nbytes / num_params
         self.step = 0
 
     def update(self, pool: _native.ThreadPool, isa: str, grad: torch.Tensor) -> None:
@@ -112,7 +109,7 @@ def measure(num_params: int, num_threads: int, num_rounds: int) -> tuple[list[Ro
     torch.set_num_threads(num_threads)
     pool = _native.ThreadPool(num_threads)
     grads = {"float32": torch.randn(num_params), "bfloat16": torch.randn(num_params).bfloat16()}
-    theirs, ours = TorchState(num_params), {kind: SplitState(num_params, kind) for kind in MOMENT_BYTES}
+    theirs, ours = TorchState(num_params), {kind: SplitState(num_params, kind) for kind in MOMENTS}
     scratch = torch.zeros(num_params * 4)
 
     contenders: dict[str, Callable[[], None]] = {}
@@ -134,10 +131,10 @@ def measure(num_params: int, num_threads: int, num_rounds: int) -> tuple[list[Ro
         rows.append(Row("torch", dtype, "float32", num_params / torch_s, 1.0, None, None, None, None))
         for isa in _native.available_isas():
             float32_s = elapsed_s[f"{isa} {dtype} float32"]
-            for kind, moment_bytes in MOMENT_BYTES.items():
+            for kind, state in ours.items():
                 ours_s = elapsed_s[f"{isa} {dtype} {kind}"]
-                # Weight, residual and both moments are read and written.
-                bytes_per_param = 2 * (4 + 2 * moment_bytes) + (4 if dtype == "float32" else 2)
+                # All that is stored is read and written, the gradient is read.
+                bytes_per_param = 2 * state.bytes_per_param + (4 if dtype == "float32" else 2)
                 rate = bytes_per_param * num_params / ours_s
                 rows.append(
                     Row(

@@ -40,10 +40,8 @@ class Training:
     def __post_init__(self) -> None:
         precision = precision_of("float32", self.kind)
         self._bytes = torch.zeros(precision.chunk_bytes(NUM_PARAMS), dtype=torch.uint8)
-        at = precision.offsets(NUM_PARAMS, trainable=True)
-        names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-        first, second, *scales = (self._bytes.data_ptr() + at[name] if name in at else 0 for name in names)
-        self._chunk = Fp32Chunk(self.weight.data_ptr(), Moments(first, second, self.kind, *scales), NUM_PARAMS)
+        moments = Moments.at(self._bytes.data_ptr(), NUM_PARAMS, precision)
+        self._chunk = Fp32Chunk(self.weight.data_ptr(), moments, NUM_PARAMS)
 
     def update(self, pool: _native.ThreadPool, beta2: float, gradient: torch.Tensor, step: int) -> torch.Tensor:
         self.weight.zero_()

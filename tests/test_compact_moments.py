@@ -243,7 +243,7 @@ def test_a_checkpoint_with_other_moments_is_refused_by_name(tmp_path: Path) -> N
     model = make_parts(**MODEL).sequential
     with gs.Engine(model(), replace(OPTIMIZER, moments="int8"), storage=[tmp_path], ram="64MiB") as engine:
         engine.save()
-    wanted = r"moments is 'float32', the checkpoint has them in 'int8': give AdamW\(moments='int8'\), or begin anew"
+    wanted = r"moments is 'float32', the checkpoint has them in 'int8': give AdamW\(moments='int8'\), in a "
     with pytest.raises(gs.ConfigError, match=wanted):
         gs.Engine(make_parts(**MODEL).sequential(), OPTIMIZER, storage=[tmp_path], ram="64MiB", resume=True)
 

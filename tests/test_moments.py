@@ -376,9 +376,9 @@ def adversarial_grads(style: str, generator: np.random.Generator, num_steps: int
 )
 @settings(deadline=None, max_examples=60)
 def test_exp_avg_over_the_root_stays_bounded(seed, style, betas):
-    # By Cauchy-Schwarz m^2 / v is at most the sum, over the steps k ago, of ((1 - beta1) beta1^k)^2 / ((1 - beta2) beta2^k):
-    # 7.3^2 for (0.9, 0.999) if nothing is rounded. A rounding changes a moment by an eighth at most, up as often as down,
-    # and it is remembered for about ten steps: five deviations of that are less than a factor of e.
+    # By Cauchy-Schwarz m^2 / v is at most the sum of ((1 - beta1) beta1^k)^2 / ((1 - beta2) beta2^k) over the gradients
+    # k steps ago: 7.3^2 for (0.9, 0.999) if nothing is rounded. A rounding changes a moment by an eighth at most, up as
+    # often as down, and is remembered for about ten steps: five deviations of that are less than a factor of e.
     beta1, beta2 = betas
     bound = math.e * math.sqrt((1 - beta1) ** 2 / (1 - beta2) / (1 - beta1**2 / beta2))
     num_steps = 40

@@ -466,6 +466,18 @@ def test_a_run_with_moments_in_fewer_bytes_is_trained_continued_and_exported(tmp
     whole = curve(tmp_path / "run")
     code, _, errors = run("train", path, "training.max_steps=12", "training.adam_moments=float32")
     assert code == 2 and "training.adam_moments was 'int8' and is 'float32'" in errors
+    noted = tmp_path / "run" / "run.yaml"
+    text = noted.read_text()
+    noted.write_text(text.replace("adam_moments: int8", "adam_moments: bfloat16"))  # by hand
+    for command in (
+        ["export", tmp_path / "run", tmp_path / "out"],
+        ["reshard", tmp_path / "run", tmp_path / "two", "--ranks", "2"],
+        ["train", noted],
+        ["plan", noted],
+    ):
+        code, _, errors = run(*command)
+        assert code == 2 and "moments is 'bfloat16', the checkpoint has them in 'int8'" in errors
+    noted.write_text(text)
     assert run("train", path, "training.max_steps=12")[0] == 0
     assert len(curve(tmp_path / "run")) == 12 and curve(tmp_path / "run")[:8] == whole
     assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -166,8 +167,11 @@ def plan_run(config: Config, say: Say, num_ranks: int = 1) -> Planned:
     say("looking for the best alpha and slots")
     chosen, choice, expecting = expecting.best(given)
     say("looking at larger steps")
-    compact = () if run else tuple(expecting.compact(chosen, choice))  # a run that is continued keeps its moments
-    return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)), compact)
+    compact: Iterator[Option] = iter(())
+    if run is None:  # one that is continued keeps its moments
+        outline = partial(outline_of, model=model, model_config=model_config, ram=ram, share=share)
+        compact = expecting.compact(chosen, choice, outline)
+    return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)), tuple(compact))
 
 
 class _Expecting:
@@ -227,15 +231,19 @@ class _Expecting:
                 return
             yield option
 
-    def compact(self, option: Option, choice: Choice) -> Iterator[Option]:
+    def compact(self, option: Option, choice: Choice, outline: Callable[[Config], Outline]) -> Iterator[Option]:
+        """What is stored decides how large chunks are, so the model is cut anew for each kind."""
         training = self._config.training
         kinds: tuple[MomentsName, ...] = get_args(MomentsName)
         for moments in kinds[kinds.index(training.adam_moments) + 1 :]:
             if Planned.is_saturated(option):
                 return
             config = replace(self._config, training=replace(training, adam_moments=moments))
-            trying = _Expecting(config, self._machine, self._outlined, self._ram, self._stored)
-            option = trying.option_with(choice, training.gradient_accumulation_steps)
+            trying = _Expecting(config, self._machine, outline(config), self._ram, self._stored)
+            try:
+                option = trying.option_with(choice, training.gradient_accumulation_steps)
+            except PlanError:
+                return  # larger chunks have larger buffers
             yield option
 
     def option_with(self, choice: Choice, num_micro_batches: int) -> Option:

@@ -34,6 +34,7 @@ from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
 from greedysnake.report.trackers import require_trackers
 from greedysnake.runs import Run, find_run
+from greedysnake.runtime.arguments import check_moments
 from greedysnake.runtime.directory import own_directories
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import FlatBlock
@@ -311,6 +312,7 @@ def outline_of(
     share: Share | None = None,
 ) -> Outline:
     training, options, share = config.training, config.engine, share or Share()
+    check_moments(training.adam_moments, stored.moments if stored else None)
     blocks = outline(
         model, precision=config.precision, ram=ram, chunk_params=options.chunk_params, stored=stored, share=share
     )

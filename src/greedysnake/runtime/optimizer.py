@@ -15,7 +15,7 @@ import torch
 from greedysnake import _native
 from greedysnake._native import ThreadPool
 from greedysnake.errors import ConfigError
-from greedysnake.shapes import MOMENTS
+from greedysnake.shapes import MOMENTS, Precision
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -88,6 +88,16 @@ class Moments:
             _address("exp_avg", exp_avg, torch.float32, count),
             _address("exp_avg_sq", exp_avg_sq, torch.float32, count),
         )
+
+    @classmethod
+    def at(
+        cls, chunk: int, num_params: int, precision: Precision, *, start: int = 0, first: int = 0, seed: int = 0
+    ) -> Moments:
+        """Of the parameters from `start` on in a chunk that lies at an address as it is stored. `first` is the number
+        of the chunk's own first parameter."""
+        offsets = precision.offsets(num_params, trainable=True)
+        at = {vector.name: chunk + offsets[vector.name] + vector.size(start) for vector in MOMENTS[precision.moments]}
+        return cls(**at, kind=precision.moments, first=first + start, seed=seed)
 
 
 @dataclass(frozen=True)

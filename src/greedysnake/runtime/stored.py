@@ -22,6 +22,7 @@ from greedysnake import _native
 from greedysnake.errors import ANEW, ConfigError, StorageError
 from greedysnake.models.sequential import Model
 from greedysnake.runtime.arena import Arena
+from greedysnake.runtime.arguments import check_moments
 from greedysnake.runtime.directory import num_ranks_in, own_directories
 from greedysnake.runtime.fitting import MOST_CHUNK_PARAMS
 from greedysnake.runtime.flat import DecayRule, FlatBlock, decays_by_default, survey
@@ -64,6 +65,7 @@ class StoredModel:
         marks = [saved_mark(paths[0]) for paths in own]
         if max(marks) == NONE:
             raise StorageError(f"{directories[0]} holds no checkpoint to read: {ANEW}")
+        check_moments(precision.moments, stored_in(own[0][0]).moments)
         self.decays = decays
         self.chunk_params = [stored_in(paths[0]).chunk_params or MOST_CHUNK_PARAMS for paths in own]
         """Of each rank."""

@@ -172,26 +172,14 @@ class Updates:
         whole = base  # where the chunk would begin if its state lay behind its weight
         if home.state is Home.RAM:
             whole = host.state[op.block, op.index].data_ptr() - chunk.num_params * precision.weight_bytes
-        offsets = precision.offsets(chunk.num_params, trainable=True)
-        at = {
-            vector.name: whole + offsets[vector.name] + vector.size(start)
-            for vector in precision.vectors(trainable=True)
-        }
+        moments = Moments.at(whole, chunk.num_params, precision, start=start, first=chunk.start, seed=op.block)
         weight = (in_ram or base) + start * precision.weight_bytes
         gradient = self._buffers.chunk_gradient(op.reads[0], op).data_ptr()
         values = Gradient(gradient + start * precision.gradient_bytes, "float32", end - start)
-        moments = Moments(
-            at["exp_avg"],
-            at["exp_avg_sq"],
-            precision.moments,
-            at.get("exp_avg_scale", 0),
-            at.get("exp_avg_sq_scale", 0),
-            first=chunk.start + start,
-            seed=op.block,
-        )
         step, scale = verdict.num_updates, verdict.scale
         if precision.residual_bytes:
-            split = SplitChunk(weight, at["residual"], moments, end - start)
+            residual = whole + chunk.num_params * precision.weight_bytes + start * precision.residual_bytes
+            split = SplitChunk(weight, residual, moments, end - start)
             update_split(self._pool, optimizer, split, values, step=step, grad_scale=scale)
         else:
             fp32 = Fp32Chunk(weight, moments, end - start)
