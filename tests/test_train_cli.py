@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from greedysnake import agreement, settings
@@ -210,6 +211,21 @@ MISTAKES: dict[str, tuple[Callable[[Values, Path], None], str]] = {
     "evaluation of nothing": (change("data", {"paths": "rows.jsonl"}), "training.eval_steps is 4 and nothing is held"),
     "tracker": (change("training.report_to", ["mlflow"]), "training.report_to names mlflow, which is not installed"),
 }
+
+
+def test_a_key_that_only_the_code_of_a_model_reads_is_no_unknown_one(tmp_path: Path, run: Run) -> None:
+    """Qwen3-MoE has a head_dim in its code and none in its configuration."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    values = values_in(tmp_path, max_steps=3)
+    values["model"]["config"] |= {"model_type": "qwen3_moe", "head_dim": 8, **experts}
+    (tmp_path / "train.yaml").write_text(settings.write_yaml(values))
+    code, _, errors = run("train", tmp_path / "train.yaml")
+    assert (code, errors) == (0, "")
+    assert run("export", tmp_path / "run", tmp_path / "out")[0] == 0
+    weights = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["model.layers.0.self_attn.q_proj.weight"].shape == (4 * 8, 16)
+    code, _, errors = run("train", tmp_path / "train.yaml", "model.config.model_type=gpt2", "output_dir=other")
+    assert code == 2 and "unknown key model.config." in errors
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from greedysnake.data.files import find_sources
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
 from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError, explained
 from greedysnake.learning_rate import LearningRate
-from greedysnake.models.configuration import make_configuration, read_configuration, require_sound
+from greedysnake.models.configuration import asked_for, make_configuration, read_configuration, require_sound
 from greedysnake.models.huggingface import CausalLM, load_model
 from greedysnake.models.loading import has_weights
 from greedysnake.models.sequential import Model
@@ -247,7 +247,7 @@ def model_configuration(config: Config, *, is_new: bool = True) -> Any:
     if kind not in CONFIG_MAPPING:
         raise ConfigError(f"model.config.model_type is {kind!r}, which transformers does not know")
     default: Any = CONFIG_MAPPING[kind]()
-    known = {"model_type", *default.to_dict(), *default.attribute_map, *_LEGACY_KEYS}
+    known = {"model_type", *default.to_dict(), *default.attribute_map, *asked_for(str(kind)), *_LEGACY_KEYS}
     for key in values:
         if key not in known:
             raise ConfigError(settings.unknown_key(str(key), sorted(known), "model.config"))

@@ -6,7 +6,9 @@ transformers refuses wrong values with many kinds of error, some of which say li
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,19 @@ def make_configuration(values: Mapping[str, Any]) -> Any:
         return CONFIG_MAPPING[kind](**given)
     except _refusals() as error:
         raise ConfigError(f"the {kind} configuration cannot be used: {_reason(error, values)}") from error
+
+
+def asked_for(kind: str) -> set[str]:
+    """Keys that a model's code reads if they are there, though its configuration has none of that name: head_dim of a
+    Qwen3-MoE, say, whose heads together are larger than its hidden size."""
+    from transformers import CONFIG_MAPPING
+
+    module = CONFIG_MAPPING[kind].__module__.replace("configuration_", "modeling_")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return set()
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    return set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source))
 
 
 def require_sound(values: Mapping[str, Any]) -> None:
