@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -16,8 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from greedysnake.errors import StorageError
+from greedysnake.report.doctor_text import doctor_text
 from greedysnake.runtime import doctor
 from greedysnake.runtime.doctor import Diagnosis, Problem, drive_problems, examine, host_problems
 from greedysnake.runtime.drive import MIN_FREE_BYTES, Bandwidth, Drive, look_at_drive
@@ -351,3 +354,27 @@ def test_storage_errors_name_the_reason_when_no_file_can_be_made(tmp_path: Path)
         os.close(fd)
     assert drive.write_error is not None and "ENOENT" in drive.write_error
     assert issubclass(StorageError, Exception)
+
+
+@pytest.mark.parametrize(
+    ("rates", "seconds"),
+    [
+        ({1: 2.6e9}, ("10 s", "6.92 s", "5.48 s")),
+        ({1: 2.6e9, 2: 2.6e9}, ("5 s", "3.46 s", "2.74 s")),
+        ({1: 1.3e9, 2: 5e9}, ("10 s", "6.92 s", "5.48 s")),  # equal shares: the slower one sets the pace
+    ],
+)
+def test_what_the_drives_mean_for_a_step_is_told_for_every_kind_of_moments(
+    rates: dict[int, float], seconds: tuple[str, ...]
+) -> None:
+    drives = tuple(
+        replace(HEALTHY_DRIVE, path=f"/{number}", device_number=number, bandwidth=Bandwidth(rate, rate, rate))
+        for number, rate in rates.items()
+    )
+    console = Console(file=io.StringIO(), width=300)
+    console.print(doctor_text(Diagnosis(HEALTHY_HOST, drives, ())))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    wanted = "With all state on SSD a step takes at least {} (26 bytes of each) per billion parameters; with "
+    wanted += "training.adam_moments bfloat16 {} (18 bytes of each), int8 {} (14.25 bytes of each)."
+    assert wanted.format(*seconds) in file.getvalue()

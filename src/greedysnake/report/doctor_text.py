@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -12,7 +13,7 @@ from rich.text import Text
 from greedysnake.runtime.doctor import Diagnosis
 from greedysnake.runtime.drive import Drive
 from greedysnake.runtime.host import Host
-from greedysnake.shapes import GRANULE, PRECISIONS
+from greedysnake.shapes import GRANULE, MOMENTS, precision_of
 from greedysnake.sizes import format_size
 
 _COLOURS = {"error": "red", "warning": "yellow"}
@@ -34,17 +35,27 @@ def doctor_text(diagnosis: Diagnosis) -> RenderableType:
     return Group(*parts)
 
 
+MANY = 2048 * GRANULE
+"""Parameters in a chunk, so many that what fills up its last page does not count."""
+
+
 def _what_it_means(drives: Sequence[Drive]) -> list[str]:
-    """The time that a step spends on the drives at least; directories on one filesystem count once."""
-    rates = {drive.device_number: drive.bandwidth.mixed_bytes_per_s for drive in drives if drive.bandwidth}
-    if not rates:
+    """The time that a step spends on the drives at least. Directories get equal shares, so the slowest drive sets the
+    pace, and one that has two of them has twice as much to do."""
+    measured = [(drive.device_number, drive.bandwidth.mixed_bytes_per_s) for drive in drives if drive.bandwidth]
+    if not measured:
         return []
-    precision = PRECISIONS["bfloat16"]
-    # Weights are read in the forward and in the backward; everything is written back once.
-    step_bytes = 3 * precision.weight_bytes + 2 * precision.state_bytes(GRANULE) // GRANULE
-    step_s = step_bytes * 1e9 / sum(rates.values())
+    counts = Counter(number for number, _ in measured)
+    together = len(measured) * min(rate / counts[number] for number, rate in measured)
+    needed = {}
+    for moments in MOMENTS:
+        precision = precision_of("bfloat16", moments)
+        # Weights are read in the forward and in the backward; everything is written back once.
+        step_bytes = 3 * precision.weight_bytes + 2 * precision.state_bytes(MANY) / MANY
+        needed[moments] = f"{step_bytes * 1e9 / together:.3g} s ({step_bytes:g} bytes of each)"
     return [
-        f"A step moves {step_bytes} bytes per parameter that lives on SSD: here at least {step_s:.3g} s per billion."
+        f"With all state on SSD a step takes at least {needed.pop('float32')} per billion parameters; with "
+        f"training.adam_moments {', '.join(f'{moments} {text}' for moments, text in needed.items())}."
     ]
 
 
