@@ -45,24 +45,26 @@ OPTIONS: dict[str, Any] = {"max_steps": NUM_STEPS, "eval_steps": 15, "max_eval_b
 @contextmanager
 def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
     """The processes of a training, each told what torchrun tells them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(num_ranks):
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        environment = os.environ | {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        command = [sys.executable, "-m", "greedysnake", "train", str(config), *overrides]
-        processes.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        )
-    with together.none_left(processes):
-        yield processes
+    with socket.socket() as held:
+        # Bound all the while, so that the system gives the port to nobody else; who listens there may bind it as well.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        told = {"WORLD_SIZE": num_ranks, "MASTER_PORT": held.getsockname()[1], "OMP_NUM_THREADS": 1}
+        processes = []
+        for rank in range(num_ranks):
+            own = {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **told}.items()}
+            command = [sys.executable, "-m", "greedysnake", "train", str(config), *overrides]
+            environment = os.environ | own | {"MASTER_ADDR": "127.0.0.1"}
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+            )
+        with together.none_left(processes):
+            yield processes
 
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     """Exit code and what was printed to both ends, of each."""
-    printed = [process.communicate(timeout=100) for process in processes]
+    printed = [process.communicate(timeout=200) for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, printed, strict=True)]
 
 
