@@ -26,15 +26,16 @@ def test_updates_are_right_on_average(name: str) -> None:
         assert abs(size - 1) < 0.05  # to the nearest, what falls would be three times too small
 
 
-def test_losses_of_every_kind_are_compared(tmp_path: Path) -> None:
+def test_losses_of_two_kinds_are_compared(tmp_path: Path) -> None:
     config = write_config(tmp_path, max_steps=3, eval_steps=3)
-    command = [sys.executable, str(BENCHMARKS / "moments.py"), "--seeds", "1", "--", str(config)]
+    kinds = ["--moments", "float32", "int8"]
+    command = [sys.executable, str(BENCHMARKS / "moments.py"), *kinds, "--seeds", "1", "--", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:5]] == ["float32", "control", "bfloat16", "int8"]
-    sizes = [float(line.split()[4]) for line in lines[1:5]]
-    assert sizes[0] == sizes[1] > sizes[2] > sizes[3]
+    assert [line.split()[0] for line in lines[1:3]] == ["float32", "int8"]
+    sizes = [float(line.split()[4]) for line in lines[1:3]]
+    assert sizes[0] > sizes[1]
     assert lines[-1].startswith("int8: held out ") and "against float32" in lines[-1]
 
 
