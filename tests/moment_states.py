@@ -54,10 +54,14 @@ class State:
             update_split(pool, optimizer, chunk, gradient, **options)
 
     def decoded(self) -> tuple[np.ndarray, np.ndarray]:
-        scales = [torch.from_numpy(scale.view(np.uint8)) for scale in self.scales] if self.kind == "int8" else []
-        parts = [torch.from_numpy(moment.view(np.uint8)) for moment in (self.exp_avg, self.exp_avg_sq)]
-        exp_avg, exp_avg_sq = decode(self.kind, parts[0], parts[1], scales)
+        exp_avg, exp_avg_sq = decode(self.kind, self.vectors())
         return exp_avg.numpy().copy(), exp_avg_sq.numpy().copy()
+
+    def vectors(self) -> dict[str, torch.Tensor]:
+        """The stored bytes of the moments by name, in the same memory."""
+        names = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+        parts = (self.exp_avg, self.exp_avg_sq, *self.scales)
+        return {name: torch.from_numpy(part.view(np.uint8)) for name, part in zip(names, parts, strict=True)}
 
     def master(self) -> np.ndarray:
         if self.residual is None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greedysnake import _native
-from greedysnake.runtime.moments import decode
+from greedysnake.runtime.moments import decode, encode
 from greedysnake.runtime.optimizer import (
     AdamW,
     Fp32Chunk,
@@ -23,7 +23,7 @@ from greedysnake.runtime.optimizer import (
     update_split,
 )
 from greedysnake.shapes import MOMENT_GROUP as GROUP
-from moment_states import POOL, STORED, Reference, State
+from moment_states import EXP_AVG_SQ_STEPS, EXP_AVG_STEPS, POOL, STORED, Reference, State
 
 ISAS = _native.available_isas()
 THREE = _native.ThreadPool(3)
@@ -186,7 +186,75 @@ def test_decode_gives_what_the_kernel_goes_on_with(kind, isa, scale):
 
 def test_decode_names_an_unknown_kind():
     with pytest.raises(ValueError, match='moments "fp8" are not known: use "float32", "bfloat16" or "int8"'):
-        decode("fp8", torch.zeros(0, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8), [])
+        decode("fp8", State("float32", np.zeros(0, np.float32)).vectors())
+
+
+# encode, which is for moments that change their kind
+
+
+def encoded(kind: str, exp_avg: np.ndarray, exp_avg_sq: np.ndarray) -> State:
+    state = State(kind, np.zeros(exp_avg.size, np.float32))
+    encode(kind, torch.from_numpy(exp_avg), torch.from_numpy(exp_avg_sq), state.vectors())
+    return state
+
+
+@KINDS
+@pytest.mark.parametrize("scale", [1.0, 3e-7, 1.7e15])
+def test_what_was_decoded_is_encoded_to_what_it_was(kind, scale):
+    state = every_code(kind, scale)
+    again = encoded(kind, *state.decoded())
+    assert {**again.bits(), "master": b""} == {**state.bits(), "master": b""}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bfloat16_is_encoded_as_torch_rounds(seed):
+    moments = random_grad(2 * 100 * GROUP, np.random.default_rng(seed)).reshape(2, -1)
+    moments[1] = np.abs(moments[1])
+    for found, moment in zip(encoded("bfloat16", *moments).decoded(), moments, strict=True):
+        assert np.array_equal(found, torch.from_numpy(moment).bfloat16().float().numpy())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_int8_is_encoded_to_the_nearest_code(seed):
+    moments = random_grad(2 * 100 * GROUP, np.random.default_rng(seed)).reshape(2, -1, GROUP)
+    moments[1] = np.abs(moments[1])
+    found = encoded("int8", *moments.reshape(2, -1)).decoded()
+    for moment, near, steps in zip(moments, found, (EXP_AVG_STEPS, EXP_AVG_SQ_STEPS), strict=True):
+        size = np.abs(moment).astype(np.float64)
+        largest = size.max(axis=1, keepdims=True)
+        near = near.reshape(size.shape)
+        assert (near * moment >= 0).all()
+        off = np.abs(np.abs(near).astype(np.float64) - size)
+        least = np.abs(steps * largest[..., None] - size[..., None]).min(axis=2)
+        # fp32 rounds what a code stands for; and the first moment's lowest code, which is 2^-16 and an eighth, is zero.
+        tolerance = 2.0**-23 * (np.abs(near) + size) + 2.0**-149 + (steps is EXP_AVG_STEPS) * steps[0] * largest
+        assert (off <= least + tolerance).all()
+
+
+@COMPACT
+def test_encode_keeps_zeros_signs_and_what_is_not_finite(kind):
+    exp_avg, exp_avg_sq = np.zeros((2, 4 * GROUP), np.float32)
+    exp_avg[GROUP : GROUP + 4] = [1, -1, 1e-20, -1e-20]
+    exp_avg_sq[GROUP] = 1
+    exp_avg[2 * GROUP], exp_avg_sq[2 * GROUP + 1] = np.inf, np.nan
+    exp_avg[3 * GROUP], exp_avg_sq[3 * GROUP] = -3.4e38, 3.4e38
+    state = encoded(kind, exp_avg, exp_avg_sq)
+    assert not any(part[:GROUP].any() for part in (state.exp_avg, state.exp_avg_sq))
+    found, found_sq = state.decoded()
+    assert found[GROUP] == 1 and found[GROUP + 1] == -1 and found_sq[GROUP] == 1
+    if kind == "int8":
+        assert not state.exp_avg[GROUP + 2 : 2 * GROUP].any()  # a zero has no sign
+        assert (found_sq[GROUP : 2 * GROUP] > 0).all()  # it is divided by its root
+        assert np.isnan(found[2 * GROUP : 3 * GROUP]).all() and np.isnan(found_sq[2 * GROUP : 3 * GROUP]).all()
+    else:
+        assert np.isinf(found[2 * GROUP]) and np.isnan(found_sq[2 * GROUP + 1])
+    assert np.isfinite(found[3 * GROUP :]).all() and np.isfinite(found_sq[3 * GROUP :]).all()
+
+
+def test_encode_names_an_unknown_kind():
+    nothing = torch.zeros(0)
+    with pytest.raises(ValueError, match='moments "fp8" are not known: use "float32", "bfloat16" or "int8"'):
+        encode("fp8", nothing, nothing, {})
 
 
 # bfloat16: rounding by chance

@@ -58,15 +58,45 @@ def test_a_run_of_two_goes_on_as_one_and_as_two_again(stopped: Path, tmp_path: P
         assert [line["loss"] for line in metrics_of(folder)] == pytest.approx(wanted, rel=TOLERANCE)
 
 
+def test_a_run_goes_on_with_moments_in_fewer_bytes_and_in_all_again(stopped: Path, tmp_path: Path, run: Run) -> None:
+    before = all_but_locks(stopped)
+    few, all_again = tmp_path / "few", tmp_path / "all"
+    code, output, errors = run("reshard", stopped, few, "--moments", "int8", "--ranks", 1)
+    assert (code, errors) == (0, "") and output == f"wrote {few}: it goes on with greedysnake train {few}/run.yaml\n"
+    assert all_but_locks(stopped) == before
+    code, output, errors = run("reshard", few, all_again, "--moments", "float32")
+    assert (code, errors) == (0, "") and f"greedysnake train {all_again}/run.yaml" in output
+    values = settings.read_yaml((few / "run.yaml").read_text(), "run.yaml")
+    assert values["training"]["adam_moments"] == "int8"
+    exported = [tmp_path / f"model-{number}" for number in range(3)]
+    for source, target in zip((stopped, few, all_again), exported, strict=True):
+        assert run("export", source, target, "--dtype", "float32")[0] == 0
+    assert contents_of(exported[0]) == contents_of(exported[1]) == contents_of(exported[2])
+    for folder in (few, all_again):
+        assert run("train", folder / "run.yaml")[0] == 0
+    # The first loss afterwards is that of weights which are as they were; moments have their part in those that follow.
+    (tmp_path / "plain").mkdir()
+    train(values_in(tmp_path / "plain", **OPTIONS, gradient_accumulation_steps=4))
+    wanted = [line["loss"] for line in metrics_of(tmp_path / "plain" / "run")]
+    reached = len(metrics_of(stopped))
+    assert reached < len(wanted)
+    for folder in (few, all_again):
+        losses = [line["loss"] for line in metrics_of(folder)]
+        assert losses[: reached + 1] == pytest.approx(wanted[: reached + 1], rel=TOLERANCE)
+        assert losses == pytest.approx(wanted, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ((), "there is nothing to change: give --ranks, --moments or both"),
+        (("--moments", "fp8"), "--moments is 'fp8': give one of float32, bfloat16, int8"),
         (("--ranks", "3"), "--ranks is 3, and a step of the run has 4 micro-batches (2 on each of 2): give a number"),
         (("--ranks", "0"), "--ranks is 0: give at least 1"),
     ],
 )
-def test_a_number_of_ranks_that_cannot_be_is_refused(
-    arguments: tuple[str, str], sentence: str, stopped: Path, tmp_path: Path, run: Run
+def test_what_cannot_be_is_refused(
+    arguments: tuple[str, ...], sentence: str, stopped: Path, tmp_path: Path, run: Run
 ) -> None:
     code, _, errors = run("reshard", stopped, tmp_path / "out", *arguments)
     assert code == 2 and sentence in errors and len(errors.splitlines()) == 1

@@ -184,19 +184,25 @@ def export(
 def reshard(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The output_dir of a training.", show_default=False)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder for the new run.", show_default=False)],
-    ranks: Annotated[int, typer.Option(help="How many processes it is for, one per GPU.", show_default=False)],
+    ranks: Annotated[
+        int | None, typer.Option(help="How many processes it is for, one per GPU.", show_default=False)
+    ] = None,
+    moments: Annotated[
+        str | None, typer.Option(help="How it stores AdamW's: float32, bfloat16 or int8.", show_default=False)
+    ] = None,
     storage: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="Its directories, one per drive; else in OUT.", show_default=False),
     ] = None,
 ) -> None:
-    """Copy a run so that it goes on with another number of GPUs. The old one stays as it is."""
+    """Copy a run so that it goes on with another number of GPUs, or with moments in fewer bytes or in more. The
+    old one stays as it is."""
     _require_one_process("reshard")
     from greedysnake.resharding import reshard_run
 
     _clean_up_when_told_to_end()
-    new = reshard_run(run, out, ranks, storage=storage or ())
-    print(f"wrote {out}: it goes on with {_train_command(Path(new.output_dir) / 'run.yaml', ranks)}")
+    new, num_ranks = reshard_run(run, out, num_ranks=ranks, moments=moments, storage=storage or ())
+    print(f"wrote {out}: it goes on with {_train_command(Path(new.output_dir) / 'run.yaml', num_ranks)}")
 
 
 def _train_command(file: Path, num_ranks: int) -> str:

@@ -95,6 +95,57 @@ def test_a_checkpoint_goes_to_another_number_of_ranks_bit_for_bit(
         require_equal(torch.load(f"{out}-{rank}"), wanted)
 
 
+@pytest.mark.parametrize(
+    ("had", "gets", "kinds"),
+    [
+        (1, 1, ("float32", "int8")),
+        (1, 1, ("float32", "bfloat16")),
+        (1, 2, ("int8", "float32")),
+        (2, 1, ("bfloat16", "int8")),
+        (1, 1, ("int8", "bfloat16")),
+    ],
+)
+def test_moments_change_their_kind_and_nothing_else_does(
+    had: int, gets: int, kinds: tuple[str, str], tmp_path: Path
+) -> None:
+    old, new = [str(tmp_path / "old")], [str(tmp_path / "new")]
+    if had > 1:
+        together.call(had, "runtime.test_stored", "train", old, "bfloat16", kinds[0], str(tmp_path / "trained"))
+    else:
+        train(old, "bfloat16", kinds[0], str(tmp_path / "trained"))
+    model = make_parts(**MODEL).sequential()
+    with StoredModel(model, old, precision_of("bfloat16", kinds[0])) as stored:
+        copy_for_ranks(model, stored, new, gets, moments=kinds[1])
+    out = str(tmp_path / "resumed")
+    if gets > 1:
+        together.call(gets, "runtime.test_stored", "resume", new, "bfloat16", kinds[1], out)
+    else:
+        resume(new, "bfloat16", kinds[1], out)
+    # Half a place of the new kind: 8 binary digits, or 4 and for small ones 2^-16 of the largest of the group.
+    near = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 2.0**-4}[kinds[1]]
+    wanted: Values = torch.load(tmp_path / "trained-0")
+    for rank in range(gets):
+        found: Values = torch.load(f"{out}-{rank}")
+        assert set(found) == set(wanted)
+        for name, (weight, *moments) in wanted.items():
+            assert torch.equal(found[name][0], weight), name
+            for moment, converted in zip(moments, found[name][1:], strict=True):
+                small = 2.0**-16 * moment.abs().max() * (kinds[1] == "int8")
+                assert ((converted - moment).abs() <= near * moment.abs() + small).all(), name
+                assert near == 0.0 or not torch.equal(converted, moment), name
+
+
+def test_a_checkpoint_with_other_moments_is_refused_as_the_kind_it_had(tmp_path: Path) -> None:
+    train([str(tmp_path / "old")], "bfloat16", "float32", str(tmp_path / "trained"))
+    model = make_parts(**MODEL).sequential()
+    with StoredModel(model, [tmp_path / "old"]) as stored:
+        copy_for_ranks(model, stored, [tmp_path / "new"], 1, moments="int8")
+    with pytest.raises(
+        gs.ConfigError, match=r"the checkpoint has them in 'int8'.*greedysnake reshard --moments float32"
+    ):
+        open_engine([str(tmp_path / "new")], resume=True)
+
+
 def never(name: str, parameter: torch.Tensor) -> bool:
     return False
 

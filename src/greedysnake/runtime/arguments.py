@@ -64,7 +64,7 @@ def check_moments(moments: str, stored: str | None) -> None:
     if stored is not None and moments != stored:
         raise ConfigError(
             f"moments is {moments!r}, the checkpoint has them in {stored!r}: give AdamW(moments={stored!r}), in a "
-            f"configuration training.adam_moments={stored}, or begin anew"
+            f"configuration training.adam_moments={stored}; or copy the run by greedysnake reshard --moments {moments}"
         )
 
 

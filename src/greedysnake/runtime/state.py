@@ -199,8 +199,7 @@ class ModelState:
                 slot = self._host.updates[0]
                 self._load(number, index, slot)
                 vectors = split_vectors(slot, chunk, precision)
-                scales = [vectors[name] for name in ("exp_avg_scale", "exp_avg_sq_scale") if name in vectors]
-                both = decode(precision.moments, vectors["exp_avg"], vectors["exp_avg_sq"], scales)
+                both = decode(precision.moments, vectors)
                 for moment, values in zip(moments, both, strict=True):
                     moment[chunk.start : chunk.start + chunk.num_params].copy_(values)
         self._ranks.exchange("named_moments()", number)

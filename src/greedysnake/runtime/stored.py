@@ -1,7 +1,7 @@
 """A checkpoint to be read without training: of one rank, or of several whose parts it puts together.
 
 What passes through are flat vectors, one for each kind of value (weight, residual, moments), so that a checkpoint can
-be given to another number of ranks bit for bit.
+be given to another number of ranks bit for bit, and its moments stored in another kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from greedysnake.runtime.flat import DecayRule, FlatBlock, decays_by_default, su
 from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.manifest import Mark
+from greedysnake.runtime.moments import decode, encode
 from greedysnake.runtime.opening import NONE, Exchange, saved_mark, stored_in
 from greedysnake.runtime.state import extent_numbers, fingerprint, part_bytes, split_vectors
 from greedysnake.runtime.store import Store, StoreTicket
@@ -189,11 +190,19 @@ class StoredModel:
 
 
 def copy_for_ranks(
-    model: Model, stored: StoredModel, directories: Sequence[str | Path], num_ranks: int, *, single_slot: bool = False
+    model: Model,
+    stored: StoredModel,
+    directories: Sequence[str | Path],
+    num_ranks: int,
+    *,
+    moments: str | None = None,
+    single_slot: bool = False,
 ) -> None:
-    """Writes the checkpoint to new directories, as so many ranks would have saved it. All bits stay as they are."""
+    """Writes the checkpoint to new directories, as so many ranks would have saved it. All bits stay as they are, but
+    for moments of another kind than before: those are rounded to the nearest, once."""
     if num_ranks < 1:
         raise ConfigError(f"the number of ranks is {num_ranks}: give at least 1")
+    precision = replace(stored.precision, moments=moments or stored.precision.moments)
     written = [int(str(stored.own_metadata(rank).get("ssd_written_bytes", 0))) for rank in range(stored.num_ranks)]
     with ExitStack() as undo:
         io = undo.enter_context(IoEngine())
@@ -204,28 +213,52 @@ def copy_for_ranks(
             blocks = survey(model, stored.chunk_params[0], stored.decays, needs_values=False, share=share)
             paths = own_directories(directories, share)
             exchange = partial(_as_the_first_said, said)
-            ranks.append(_open(blocks, paths, stored.precision, share, io, undo, exchange, single_slot=single_slot))
+            ranks.append(_open(blocks, paths, precision, share, io, undo, exchange, single_slot=single_slot))
         largest = max(chunk.num_params for block in ranks[0].blocks for chunk in block.shape.chunks)
-        arena = undo.enter_context(Arena(stored.precision.chunk_bytes(largest)))
-        buffer = arena.allocate(arena.budget_bytes, "a chunk that is written")
+        sizes = [kind.chunk_bytes(largest) for kind in (stored.precision, precision)]
+        arena = undo.enter_context(Arena(sum(sizes)))
+        whole = arena.allocate(arena.budget_bytes, "a chunk as it was, and as it is written")
+        as_read, to_write = whole.split(sizes)
         for number in range(len(stored.blocks)):
             for trainable in (True, False):
                 for part in ranks:
-                    _copy(stored, part, number, buffer, trainable=trainable)
+                    _copy(stored, part, precision, number, (as_read, to_write), trainable=trainable)
         for rank, part in enumerate(ranks):
-            metadata = {**stored.own_metadata(0), "ssd_written_bytes": sum(written) if rank == 0 else 0}
-            part.store.publish(stored.num_steps, metadata)
+            written_bytes = sum(written) if rank == 0 else 0
+            changed = {"moments": precision.moments, "ssd_written_bytes": written_bytes}
+            part.store.publish(stored.num_steps, {**stored.own_metadata(0), **changed})
 
 
-def _copy(stored: StoredModel, part: _Rank, number: int, buffer: torch.Tensor, *, trainable: bool) -> None:
+def _copy(
+    stored: StoredModel,
+    part: _Rank,
+    precision: Precision,
+    number: int,
+    buffers: tuple[torch.Tensor, torch.Tensor],
+    *,
+    trainable: bool,
+) -> None:
     """A rank's chunks of one part of a block. What a longer padding adds is zero."""
-    shape = part.blocks[number].shape
+    shape, (as_read, to_write) = part.blocks[number].shape, buffers
     for index, chunk in enumerate(shape.chunks):
         if chunk.trainable == trainable:
             start = chunk.start - (0 if trainable else shape.num_trainable)
-            targets = split_vectors(buffer.zero_(), chunk, stored.precision)
-            stored.read_range(number, targets, range(start, start + chunk.num_params), trainable=trainable)
-            part.store.wait(part.store.write(part.extent[number, index], buffer.data_ptr()))
+            found = split_vectors(as_read.zero_(), chunk, stored.precision)
+            stored.read_range(number, found, range(start, start + chunk.num_params), trainable=trainable)
+            _convert(
+                found, stored.precision.moments, split_vectors(to_write.zero_(), chunk, precision), precision.moments
+            )
+            part.store.wait(part.store.write(part.extent[number, index], to_write.data_ptr()))
+
+
+def _convert(found: Mapping[str, torch.Tensor], kind: str, targets: Mapping[str, torch.Tensor], new_kind: str) -> None:
+    """The vectors of one chunk with moments of a new kind. Frozen chunks have none."""
+    changes = new_kind != kind and "exp_avg" in found
+    for name in found.keys() & targets.keys():
+        if not (changes and name.startswith("exp_avg")):
+            targets[name].copy_(found[name])
+    if changes:
+        encode(new_kind, *decode(kind, found), targets)
 
 
 def _open(
