@@ -21,6 +21,7 @@ from greedysnake.runtime import directory
 from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.calls import Call
 from greedysnake.runtime.lanes import LaneRunner
+from greedysnake.runtime.lifetime import Lifetime
 from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.steps import Steps
@@ -354,16 +355,16 @@ def test_engine_is_not_closed_between_a_call_s_look_at_it_and_its_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a signal handler that comes right there."""
-    require_open = gs.Engine._require_open
-
-    def look_and_close(self: gs.Engine) -> None:
-        monkeypatch.undo()
-        require_open(self)
-        with pytest.raises(gs.GreedySnakeError, match=r"close\(\) was called while step\(\) is under way"):
-            self.close()
-
+    require_open = Lifetime._require_open
     with make_engine(make_parts(), tmp_path) as engine:
-        monkeypatch.setattr(gs.Engine, "_require_open", look_and_close)
+
+        def look_and_close(self: Lifetime) -> None:
+            monkeypatch.undo()
+            require_open(self)
+            with pytest.raises(gs.GreedySnakeError, match=r"close\(\) was called while step\(\) is under way"):
+                engine.close()
+
+        monkeypatch.setattr(Lifetime, "_require_open", look_and_close)
         engine.step(make_batches(2, 0))
         assert engine.num_steps == 1
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from os import PathLike, getpid
+from os import PathLike
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 
-from greedysnake import _native
-from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, RankError
+from greedysnake.errors import ConfigError, PlanError, RankError
 from greedysnake.models.sequential import Batch, Model
 from greedysnake.ops import Cursor, Lane, Op, Plan
 from greedysnake.placement import Placement, Slots
@@ -27,32 +23,31 @@ from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.arguments import IoOptions
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.building import build_blocks
-from greedysnake.runtime.calls import Call, Calls
 from greedysnake.runtime.compute import Compute
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.directory import own_directories
-from greedysnake.runtime.fitting import choose_chunk_params, fit_gradients, make_plan, net_order, require_ram
+from greedysnake.runtime.fitting import choose_chunk_params, make_plan, net_order, require_ram
 from greedysnake.runtime.flat import DecayRule, decays_by_default, survey
 from greedysnake.runtime.io import IoCounters, IoEngine
-from greedysnake.runtime.memory import DeviceMemory, HostMemory, StepMemory
+from greedysnake.runtime.lifetime import Lifetime
+from greedysnake.runtime.memory import DeviceMemory, HostMemory
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimism import Optimism
 from greedysnake.runtime.optimizer import AdamW
-from greedysnake.runtime.randomness import python_random_kept
+from greedysnake.runtime.randomness import random_state_kept
 from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.result import StepResult, make_result
-from greedysnake.runtime.runner import Runner, with_op
+from greedysnake.runtime.room import Room
+from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.state import ModelState, extent_specs, fingerprint
 from greedysnake.runtime.steps import Action, Steps, find_schedule
 from greedysnake.runtime.store import Store
-from greedysnake.runtime.updates import Updates
+from greedysnake.runtime.updates import Updates, start_pool
 from greedysnake.shapes import precision_of
 from greedysnake.sizes import parse_size
 from greedysnake.trace import Record
 
 __all__ = ["Engine", "StepResult"]
-
-Result = TypeVar("Result")
 
 
 class Engine:
@@ -122,17 +117,11 @@ class Engine:
         self._num_revoked = 0
         self._written_before = 0
         self._metadata: Mapping[str, object] = {}
-        self._closed: str | None = None
-        self._calls = Calls()
-        self._owner = getpid()
-        self._resources = ExitStack()
-        # Also when the interpreter ends: the threads of an engine that is still open must not outlive it.
-        weakref.finalize(self, _free_in_this_process, self._resources, self._owner)
         self._ranks = Ranks(self.device)
-        self._resources.callback(self._ranks.close)
-        share = self._ranks.share
+        self._life = Lifetime(self, self._ranks)
+        resources, share = self._life.resources, self._ranks.share
         with ExitStack() as undo, self._ranks.together("Engine()"):
-            undo.callback(self._resources.close)
+            undo.callback(resources.close)
             arguments.check_numbers(alpha, max_grad_norm, chunk_params, seed)
             arguments.check_threads(num_threads, cpus)
             dtype = arguments.checked_dtype(dtype)
@@ -168,13 +157,13 @@ class Engine:
             undo.pop_all()
         # What is made under inference mode could not be trained with, wherever the engine is made.
         with torch.inference_mode(False), ExitStack() as undo, self._ranks.together("Engine()"):
-            undo.callback(self._resources.close)
-            self._arena = self._resources.enter_context(Arena(ram, device=self.device))
+            undo.callback(resources.close)
+            self._arena = resources.enter_context(Arena(ram, device=self.device))
             self._store: Store | None = None
             self._io: IoEngine | None = None
             if storage:
-                self._io = self._resources.enter_context(IoEngine(**vars(io)))
-                self._store = self._resources.enter_context(
+                self._io = resources.enter_context(IoEngine(**vars(io)))
+                self._store = resources.enter_context(
                     Store(
                         directories,
                         extent_specs(self._plan, checkpoints=checkpoints),
@@ -189,8 +178,8 @@ class Engine:
                         exchange=partial(self._ranks.exchange, "the opening or saving of a checkpoint"),
                     )
                 )
-            self._pool = _start_pool(num_threads or arguments.default_threads(self.device, share.num_here), cpus)
-            self._resources.callback(self._pool.close)
+            self._pool = start_pool(num_threads or arguments.default_threads(self.device, share.num_here), cpus)
+            resources.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
             host = HostMemory(self._arena, self._plan)
             self._buffers = Buffers(self._plan, device_memory, host, self._dtype)
@@ -208,15 +197,23 @@ class Engine:
             if resume:
                 self._take_over()
             self._runner = Runner(self.device, self._ranks)
-            self._resources.callback(self._runner.close)
+            resources.callback(self._runner.close)
             # Once more after an interrupt in the first: before memory is freed.
-            self._resources.callback(self._runner.close)
+            resources.callback(self._runner.close)
+            self._life.stop_by(self._runner.stop)
             undo.pop_all()
         self._steps = Steps(self._runner, self._plan, schedule)
+        self._room = Room(
+            self._arena,
+            self._buffers,
+            self._compute,
+            self._store,
+            self._runner,
+            self.device,
+            vertical=self._vertical,
+        )
         self._optimism = Optimism()
-        self._step_memory: StepMemory | None = None
         self._busy_s: dict[str, float] = {}
-        self._activation_bytes: dict[object, int] = {}
         self._num_micro_batches = 0
 
     # What a user calls
@@ -271,29 +268,29 @@ class Engine:
     def step(self, micro_batches: Sequence[Batch], lr: float | None = None) -> StepResult:
         """One training step over all micro-batches. Late updates and reads for the next step go on after it."""
         start_s = time.perf_counter()
-        with self._alone("step()"), self._together("step()"):
+        with self._life.alone("step()"), self._life.together("step()"):
             rate = arguments.checked_rate(self._optimizer.lr if lr is None else lr)
             context = self._context(micro_batches, rate, training=True)
             self._compute.require_trainable()
             self._collect()
-            with self._random_state_kept():
+            with random_state_kept(self.device):
                 largest = self._largest("step()", context)
-                self._call(self._prepare, "step()", context, *largest, spare=(PlanError, RankError))
-                return self._call(self._train, context, start_s)
+                self._life.guard(self._prepare, "step()", context, *largest, spare=(PlanError, RankError))
+                return self._life.guard(self._train, context, start_s)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> float:
         """The loss alone, after pending late updates; nothing is trained."""
-        with self._alone("evaluate()"), self._together("evaluate()"):
+        with self._life.alone("evaluate()"), self._life.together("evaluate()"):
             context = self._context(micro_batches, 0.0, training=False)
-            with self._random_state_kept():
+            with random_state_kept(self.device):
                 largest = self._largest("evaluate()", context)
-                self._call(self._prepare, "evaluate()", context, *largest, spare=(PlanError, RankError))
-                return self._call(self._evaluate, context)
+                self._life.guard(self._prepare, "evaluate()", context, *largest, spare=(PlanError, RankError))
+                return self._life.guard(self._evaluate, context)
 
     def flush(self) -> None:
         """Finishes pending late updates and waits until nothing is under way."""
-        with self._alone("flush()"):
-            self._call(self._flush)
+        with self._life.alone("flush()"):
+            self._life.guard(self._flush)
 
     def save(self, metadata: Mapping[str, object] | None = None) -> None:
         """Publishes a checkpoint in the storage directories; a crash from then on returns to it. `metadata`, plain
@@ -303,9 +300,9 @@ class Engine:
             raise ConfigError("there is no storage directory to save to: give storage=[...] when making the engine")
         if not self._checkpoints:
             raise ConfigError("the engine was made with checkpoints=False, which keeps no room for one: leave it out")
-        with self._alone("save()"), self._together("save()"):
+        with self._life.alone("save()"), self._life.together("save()"):
             metadata = self._ranks.exchange("save()", metadata)[0]
-            self._call(self._flush)
+            self._life.guard(self._flush)
             try:
                 self._state.write_ram_parts()
                 own = {
@@ -318,7 +315,7 @@ class Engine:
                 self._store.publish(self._step, {**own, "user": dict(metadata or {})})
             except KeyboardInterrupt:
                 # The new checkpoint may be in place without the store knowing it: nothing may be written any more.
-                self._free("KeyboardInterrupt in save()")
+                self._life.free("KeyboardInterrupt in save()")
                 raise
             self._metadata = _user_metadata(self._store)
 
@@ -326,30 +323,30 @@ class Engine:
         """(name, fp32 master on the CPU), block by block; one block at a time is in memory."""
         for number in range(len(self._blocks)):
             # For each block: steps may come in between.
-            with self._alone("named_parameters()"), self._together("named_parameters()"):
-                self._call(self._flush)
+            with self._life.alone("named_parameters()"), self._life.together("named_parameters()"):
+                self._life.guard(self._flush)
                 parameters = self._state.parameters_of(number)
             yield from parameters
 
     def named_moments(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, exp_avg, exp_avg_sq) of every trained parameter, block by block."""
         for number in range(len(self._blocks)):
-            with self._alone("named_moments()"), self._together("named_moments()"):
-                self._call(self._flush)
+            with self._life.alone("named_moments()"), self._life.together("named_moments()"):
+                self._life.guard(self._flush)
                 moments = self._state.moments_of(number)
             yield from moments
 
     def close(self) -> None:
         """Ends what is under way, then frees everything. Publishes nothing; calling it again does nothing."""
-        if self._closed is not None or getpid() != self._owner:
+        if not self._life.is_open:
             return
-        with self._calls.begin("close()", inspect.currentframe()):
+        with self._life.alone("close()"):
             try:
                 self._wait()
             except RankError:
                 pass  # what others have not done any more was for a step that does not come
             finally:
-                self._free("it was closed")
+                self._life.free("it was closed")
 
     def __enter__(self) -> Engine:
         return self
@@ -375,7 +372,7 @@ class Engine:
         micro_batches = arguments.checked_batches(micro_batches)
         num_targets = arguments.count_targets(self._model, micro_batches)
         self._compute.require_untouched()
-        with torch.inference_mode(False), self._on_compute_stream():
+        with torch.inference_mode(False), self._runner.on_compute_stream():
             batches = [arguments.to_device(batch, self.device) for batch in micro_batches]
         return StepContext(
             self._step,
@@ -433,73 +430,21 @@ class Engine:
     def _largest(self, call: str, context: StepContext) -> tuple[int, int]:
         """How many micro-batches the rank with the most has, and how large the largest tensor between blocks is: all
         ranks make room for that, or none has to."""
-        activation_bytes = max(self._size_of_activation(*item) for item in enumerate(context.batches))
-        return context.agree(self._ranks, call, activation_bytes, as_many=not self._vertical)
+        sizes = [self._life.guard(self._room.activation_bytes, *item) for item in enumerate(context.batches)]
+        return context.agree(self._ranks, call, max(sizes), as_many=not self._vertical)
 
     def _prepare(self, call: str, context: StepContext, num_micro_batches: int, activation_bytes: int) -> None:
         """Makes room for this many micro-batches of this size, if there is not enough yet."""
         if len(context.batches) != self._num_micro_batches:
-            self._call(self._steps.drop_next)
+            self._life.guard(self._steps.drop_next)
             self._wait()  # homes of tensors move with the number of micro-batches
             self._num_micro_batches = len(context.batches)
-        if self._step_memory is not None and self._step_memory.fits(num_micro_batches, activation_bytes):
-            return
-        self._call(self._flush)
-        if self._step_memory is not None:
-            num_micro_batches = max(num_micro_batches, self._step_memory.num_micro_batches)
-            activation_bytes = max(activation_bytes, self._step_memory.activation_bytes)
-            self._step_memory.release()
-            self._step_memory = None  # a step that does not fit leaves the engine without, not with what was freed
-            self._buffers.drop_step()
-        free_bytes = self._arena.budget_bytes - self._arena.used_bytes
-        self._plan, kept = fit_gradients(
-            self._plan,
-            num_micro_batches,
-            activation_bytes,
-            free_bytes,
-            vertical=self._vertical,
-            has_ssd=bool(self._store),
-        )
-        self._steps.use(self._plan)
-        stream = self._runner.compute_stream
-        with self._on_compute_stream():  # whose memory it is: once it is freed, activations may lie there
-            memory = StepMemory(
-                self._arena,
-                self._plan,
-                self.device,
-                num_micro_batches=num_micro_batches,
-                activation_bytes=activation_bytes,
-                kept=kept,
-                vertical=self._vertical,
-            )
-        if stream is not None:
-            stream.synchronize()  # streams that copy use it too, and no op tells them that it is zeroed
-        try:
-            if self._store is not None:
-                self._store.require_scratch(memory.scratch_sizes())
-            self._ranks.exchange(call, None)  # all have room, or none goes on
-        except (PlanError, RankError):
-            memory.release()
-            raise
-        if self._store is not None:
-            self._call(self._store.resize_scratch, memory.scratch_sizes())
-        self._buffers.use(self._plan, memory)
-        self._step_memory = memory
-
-    def _size_of_activation(self, index: int, batch: Batch) -> int:
-        key = tuple(sorted((name, tuple(value.shape), value.dtype) for name, value in batch.items()))
-        if key not in self._activation_bytes:
-            with self._on_compute_stream():
-                self._activation_bytes[key] = self._call(self._run_embedding, index, batch)
-        return self._activation_bytes[key]
-
-    def _run_embedding(self, index: int, batch: Batch) -> int:
-        """Ahead of the step; an error is that of the forward it stands for."""
-        try:
-            return self._compute.size_of_activation(batch)
-        except Exception as error:
-            named = with_op(error, f"F0.{index}")
-            raise named from (None if named is error else error)
+        if not self._room.fits(num_micro_batches, activation_bytes):
+            self._life.guard(self._flush)
+            meet = partial(self._ranks.exchange, call, None)  # all have room, or none goes on
+            self._plan, memory = self._room.make(self._plan, num_micro_batches, activation_bytes, meet)
+            self._steps.use(self._plan)
+            self._life.guard(self._room.use, self._plan, memory)
 
     def _judge(self, context: StepContext) -> bool:
         """Whether the step was skipped: notes one whose gradient is not finite."""
@@ -533,89 +478,7 @@ class Engine:
             self._busy_s["ssd"] = self._io.counters().busy_s
 
     def _wait(self, *lanes: Lane) -> None:
-        self._call(self._runner.wait, *lanes)
-
-    def _call(
-        self,
-        call: Callable[..., Result],
-        *values: object,
-        spare: tuple[type[GreedySnakeError], ...] = (),
-    ) -> Result:
-        """Any failure closes the engine, but a `spare` one: what is stored is that of the last checkpoint."""
-        try:
-            return call(*values)
-        except spare:
-            raise
-        except BaseException as error:
-            self._runner.stop(error)
-            if self._closed is None:
-                self._free(f"{type(error).__name__}: {error}".removesuffix(": "))
-            raise
-
-    def _free(self, why: str) -> None:
-        self._closed = why
-        self._resources.close()
-
-    def _alone(self, name: str) -> Call:
-        """A call of the open engine by the method that asks; until it ends none can close it."""
-        caller = getattr(inspect.currentframe(), "f_back", None)  # a frame that knows itself would stay in memory
-        call = self._calls.begin(name, caller)
-        self._require_open()
-        return call
-
-    @contextmanager
-    def _together(self, call: str) -> Iterator[None]:
-        """What fails in a call of all ranks is told to the others; when one of them is gone, the engine is closed."""
-        try:
-            with self._ranks.together(call):
-                yield
-        except BaseException as error:
-            # After a Ctrl-C, or an exception of a signal handler, it is not known what the others have heard.
-            heard = isinstance(error, GreedySnakeError) and not (isinstance(error, RankError) and error.is_gone)
-            if not heard and self._ranks.count > 1 and self._closed is None:
-                self._runner.stop(error)
-                self._free(f"{type(error).__name__}: {error}".removesuffix(": "))
-            raise
-
-    def _require_open(self) -> None:
-        if getpid() != self._owner:
-            raise GreedySnakeError(f"the engine belongs to process {self._owner}: a forked child cannot use it")
-        if self._closed is not None:
-            raise GreedySnakeError(f"the engine is closed ({self._closed}): make a new one, with resume=True to go on")
-
-    def _on_compute_stream(self) -> torch.cuda.StreamContext:
-        """What is launched there comes after all that the caller's stream was given, which may still make a batch."""
-        stream = self._runner.compute_stream
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(stream)
-
-    def _random_state_kept(self) -> ExitStack:
-        """Blocks draw from streams of their own; the user's random state is put back afterwards."""
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(False))  # what is made in it cannot be trained with later
-        devices = [self.device] if self.device.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(python_random_kept())
-        return stack
-
-
-def _free_in_this_process(resources: ExitStack, owner: int) -> None:
-    """A forked child has the engine's memory and files, but they are its parent's to free."""
-    if getpid() == owner:
-        resources.close()
-
-
-def _start_pool(num_threads: int, cpus: Sequence[int] | None) -> _native.ThreadPool:
-    try:
-        return _native.ThreadPool(num_threads, cpus)
-    except ValueError as error:  # a CPU that there is not
-        raise ConfigError(f"cpus is {list(cpus or ())}: {error}") from None
-    except RuntimeError as error:
-        raise GreedySnakeError(
-            f"{num_threads} threads for the optimizer could not start: {error}; lower num_threads, or raise this "
-            "user's limits (ulimit -a)"
-        ) from None
+        self._life.guard(self._runner.wait, *lanes)
 
 
 def _user_metadata(store: Store) -> Mapping[str, object]:

@@ -33,14 +33,18 @@ class Randomness:
 
 
 @contextmanager
-def python_random_kept() -> Iterator[None]:
-    """The user's own random numbers go on afterwards as if nothing had been drawn."""
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Blocks draw from streams of their own; the user's random numbers go on afterwards as if nothing had been
+    drawn."""
     state, state_of_numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(state_of_numpy)
+    devices = [device] if device.type == "cuda" else []
+    # What is made in inference mode cannot be trained with later.
+    with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(state_of_numpy)
 
 
 def _generators_of(module: nn.Module | None, device: torch.device) -> list[torch.Generator]:

@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self._failure = Failure()
+        self._device = device
         clock = Clock(device)
         self._records: list[Record] = []
         self._hazards = Hazards()
@@ -88,6 +89,13 @@ class Runner:
     @property
     def compute_stream(self) -> torch.cuda.Stream | None:
         return self._lanes[Lane.COMPUTE].stream
+
+    def on_compute_stream(self) -> torch.cuda.StreamContext:
+        """What is launched there comes after all that the caller's stream was given, which may still make a batch."""
+        stream = self.compute_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(stream)
 
     def link(self, ops: Sequence[Op]) -> Linked:
         """Finds what every op waits for. Lists must be linked in the order in which they are run."""

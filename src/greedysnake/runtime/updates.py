@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from greedysnake import _native
+from greedysnake.errors import ConfigError, GreedySnakeError
 from greedysnake.ops import Op
 from greedysnake.placement import Home
 from greedysnake.runtime.buffers import Buffers
@@ -35,6 +36,19 @@ class Verdict:
     num_updates: int
     scale: float
     skip: bool
+
+
+def start_pool(num_threads: int, cpus: Sequence[int] | None) -> _native.ThreadPool:
+    """Threads that update chunks, pinned to `cpus` if given."""
+    try:
+        return _native.ThreadPool(num_threads, cpus)
+    except ValueError as error:  # a CPU that there is not
+        raise ConfigError(f"cpus is {list(cpus or ())}: {error}") from None
+    except RuntimeError as error:
+        raise GreedySnakeError(
+            f"{num_threads} threads for the optimizer could not start: {error}; lower num_threads, or raise this "
+            "user's limits (ulimit -a)"
+        ) from None
 
 
 class Updates:
