@@ -10,15 +10,13 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import permutations
 from os import path
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from greedysnake import _native
-from greedysnake.errors import ConfigError, GreedySnakeError, RankError, StorageError
+from greedysnake.errors import ConfigError, RankError, StorageError
 from greedysnake.runtime.directory import (
     EXTENTS,
     MANIFEST,
@@ -27,7 +25,7 @@ from greedysnake.runtime.directory import (
     SCRATCH,
     StoreDirectory,
 )
-from greedysnake.runtime.io import File, IoEngine, Ticket
+from greedysnake.runtime.io import File, IoEngine
 from greedysnake.runtime.layout import ExtentSpec, Layout, Place, run_lengths
 from greedysnake.runtime.manifest import Manifest, plain_json
 from greedysnake.runtime.opening import (
@@ -40,6 +38,7 @@ from greedysnake.runtime.opening import (
     settle_manifest,
 )
 from greedysnake.runtime.slots import Attempt, SlotTable, same_slot
+from greedysnake.runtime.transfers import Kind, Piece, StoreTicket, Sum, Transfers, verify
 
 __all__ = ["ExtentSpec", "Store", "StoreTicket"]
 
@@ -49,31 +48,6 @@ _SINGLE_SLOT_WARNING = (
     "single_slot: updates overwrite the checkpoint in place. Disk use is halved, but a run that ends between "
     "checkpoints cannot be resumed; only a checkpoint published as the last thing before the end can."
 )
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Parts that lie together in one slot: one request to the I/O engine."""
-
-    io_ticket: Ticket
-    file: File
-    offset: int
-    address: int
-    slot: int
-    crcs: Mapping[int, int]
-    """CRC32C by part; of scratch, by its number of bytes."""
-
-
-@dataclass(frozen=True, eq=False)
-class StoreTicket:
-    """A transfer under way. Its memory must stay untouched until `Store.wait` returns; wait for it once."""
-
-    kind: Literal["read", "write"]
-    extent: int | None
-    """None for scratch."""
-    runs: tuple[_Run, ...]
-    attempt: Attempt | None = None
-    """What a tentative write belongs to."""
 
 
 class Store:
@@ -113,6 +87,7 @@ class Store:
         self._extents = tuple(extents)
         self._fingerprint = fingerprint
         self._io = io
+        self._transfers = Transfers(io)
         self._exchange = exchange
         self._is_one_of_several = False
         if single_slot and checkpoints:
@@ -121,9 +96,8 @@ class Store:
         self._layout = Layout.build(self._extents, scratch, num_members=len(self.directories), num_slots=num_slots)
         self._checkpoint: Manifest | None = None
         self._lock = threading.Lock()
-        self._tickets: set[StoreTicket] = set()
-        self._scratch_crcs: dict[int, tuple[int, int, int]] = {}
-        """Of a scratch range: offset, size and CRC32C of what was last written."""
+        self._scratch_sums: dict[int, tuple[int, Sum]] = {}
+        """Of a scratch range: offset and checksum of what was last written."""
         self._publishing = False
         self._in_place = False
         """single_slot: the checkpoint has been overwritten in part, and its manifest is marked so."""
@@ -213,27 +187,22 @@ class Store:
 
     def poll(self, ticket: StoreTicket) -> bool:
         """Whether `wait` would return, or raise, without blocking."""
-        return all(self._io.poll(run.io_ticket) for run in ticket.runs)
+        return self._transfers.poll(ticket)
 
     def wait(self, ticket: StoreTicket) -> None:
         """Block until a transfer is done; StorageError when it failed or, for a read, when a CRC differs."""
-        try:
-            self._drain(ticket.runs)
-        finally:
-            with self._lock:
-                self._tickets.discard(ticket)
-        if ticket.extent is None:
-            if ticket.kind == "read" and self.verify_reads:
-                self._verify_scratch(ticket.runs[0])
-        elif ticket.kind == "write":
-            for run in ticket.runs:
-                slots = dict.fromkeys(run.crcs, run.slot)
+        self._transfers.wait(ticket)
+        if ticket.kind == "read":
+            if self.verify_reads:
+                verify(ticket)
+        elif ticket.extent is not None:
+            for piece in ticket.pieces:
+                slots = dict.fromkeys(piece.sums, piece.slot)
+                crcs = {part: written.crc for part, written in piece.sums.items()}
                 if ticket.attempt:
-                    self._slots.settle_tentative(ticket.attempt, ticket.extent, slots, run.crcs)
+                    self._slots.settle_tentative(ticket.attempt, ticket.extent, slots, crcs)
                 else:
-                    self._slots.settle(ticket.extent, slots, run.crcs)
-        elif self.verify_reads:
-            self._verify(ticket.extent, ticket.runs)
+                    self._slots.settle(ticket.extent, slots, crcs)
 
     def require_scratch(self, sizes: Sequence[int]) -> None:
         """PlanError unless there is room for such scratch ranges; changes nothing."""
@@ -242,7 +211,7 @@ class Store:
     def resize_scratch(self, sizes: Sequence[int]) -> None:
         """Replace the scratch ranges, whose contents are lost; none may be under way."""
         layout = self._with_scratch(sizes)
-        self._scratch_crcs.clear()
+        self._scratch_sums.clear()
         self._scratch_resources.close()
         allocate_scratch(self._members, layout)
         self._layout = layout
@@ -281,13 +250,8 @@ class Store:
     def close(self) -> None:
         """Wait for transfers under way, then give up files and locks. Publishes nothing."""
         try:
-            for ticket in list(self._tickets):
-                try:
-                    self._drain(ticket.runs)
-                except GreedySnakeError:
-                    pass  # nobody waited for it, and without a publish it changes no checkpoint
+            self._transfers.drain()  # without a publish it changes no checkpoint
         finally:
-            self._tickets.clear()
             self._scratch_resources.close()
             self._resources.close()
 
@@ -334,7 +298,7 @@ class Store:
 
     def _submit(
         self,
-        kind: Literal["read", "write"],
+        kind: Kind,
         extent: int,
         address: int,
         slots: Mapping[int, int],
@@ -344,24 +308,18 @@ class Store:
     ) -> StoreTicket:
         place, spec = self._layout.extents[extent], self._extents[extent]
         file = self._file(self._files, place)
-        first = next(iter(slots))
-        runs: list[_Run] = []
+        first = spec.offsets[next(iter(slots))]
+        pieces: list[Piece] = []
         for parts in same_slot(slots):
             slot = slots[parts.start]
             begin, end = spec.offsets[parts.start], spec.offsets[parts.stop]
             offset = slot * self._layout.slot_bytes[place.member] + place.offset + begin
-            target = address + begin - spec.offsets[first]
-            run_crcs = {part: crcs[part] for part in parts}
-            try:
-                io_ticket = self._io.submit(kind, file, offset, target, end - begin, urgent=urgent)
-            except BaseException:
-                self._drain(runs)  # memory of the caller must not be in flight when this raises
-                raise
-            runs.append(_Run(io_ticket, file, offset, target, slot, run_crcs))
-        return self._under_way(StoreTicket(kind, extent, tuple(runs), attempt))
+            sums = {part: Sum(spec.offsets[part] - begin, spec.parts[part], crcs[part]) for part in parts}
+            pieces.append(Piece(file, offset, address + begin - first, end - begin, sums, slot))
+        return self._transfers.submit(kind, extent, pieces, urgent=urgent, attempt=attempt)
 
     def _submit_scratch(
-        self, kind: Literal["read", "write"], index: int, address: int, nbytes: int, offset: int, urgent: bool
+        self, kind: Kind, index: int, address: int, nbytes: int, offset: int, urgent: bool
     ) -> StoreTicket:
         if not 0 <= index < len(self._layout.scratch):
             raise ConfigError(f"scratch range {index} of a store that has {len(self._layout.scratch)}")
@@ -373,46 +331,16 @@ class Store:
         file = self._file(self._scratch_files, place)
         start = place.offset + offset
         if kind == "write":
-            self._scratch_crcs[index] = (offset, nbytes, _native.crc32c(address, nbytes))
-        written = self._scratch_crcs.get(index)
-        crcs = {nbytes: written[2]} if written and written[:2] == (offset, nbytes) else {}
-        io_ticket = self._io.submit(kind, file, start, address, nbytes, urgent=urgent)
-        return self._under_way(StoreTicket(kind, None, (_Run(io_ticket, file, start, address, 0, crcs),)))
+            self._scratch_sums[index] = (offset, Sum(0, nbytes, _native.crc32c(address, nbytes)))
+        at, written = self._scratch_sums.get(index, (None, Sum(0, 0, 0)))
+        sums = {0: written} if (at, written.nbytes) == (offset, nbytes) else {}
+        return self._transfers.submit(kind, None, [Piece(file, start, address, nbytes, sums)], urgent=urgent)
 
     @staticmethod
     def _file(files: Sequence[File | None], place: Place) -> File:
         file = files[place.member]
         assert file is not None, "a directory that holds a place has the file"
         return file
-
-    def _under_way(self, ticket: StoreTicket) -> StoreTicket:
-        with self._lock:
-            self._tickets.add(ticket)
-        return ticket
-
-    def _drain(self, runs: Sequence[_Run]) -> None:
-        """Wait for all of `runs`, then raise the first error: not even then is anything left in flight."""
-        first_error: BaseException | None = None
-        for run in runs:
-            try:
-                self._io.wait(run.io_ticket)
-            except BaseException as error:  # Ctrl-C too: wait serves it when its own transfer has ended
-                first_error = first_error or error
-        if first_error:
-            raise first_error
-
-    def _verify(self, extent: int, runs: Sequence[_Run]) -> None:
-        spec = self._extents[extent]
-        for run in runs:
-            first = next(iter(run.crcs))
-            for part, expected in run.crcs.items():
-                begin = spec.offsets[part] - spec.offsets[first]
-                _check(run, begin, spec.parts[part], expected, f"part {part} of extent {extent}")
-
-    @staticmethod
-    def _verify_scratch(run: _Run) -> None:
-        for nbytes, expected in run.crcs.items():
-            _check(run, 0, nbytes, expected, "scratch")
 
     # Publishing
 
@@ -475,18 +403,6 @@ class Store:
             # Either manifest may be the one that lasts, so both slots are pinned and neither may be written.
             self._broken = str(error)
             raise
-
-
-def _check(run: _Run, begin: int, nbytes: int, expected: int, what: str) -> None:
-    found = _native.crc32c(run.address + begin, nbytes)
-    if found != expected:
-        raise StorageError(
-            f"{run.file.path}: {what} (offset {run.offset + begin}, {nbytes} bytes) has CRC32C {found:08x}, expected "
-            f"{expected:08x}: what was read is not what was written; check the drive, then resume from a checkpoint",
-            path=str(run.file.path),
-            offset=run.offset + begin,
-            wanted=nbytes,
-        )
 
 
 def count_slots(*, single_slot: bool, checkpoints: bool, spare_slot: bool) -> int:
