@@ -48,6 +48,27 @@ def test_a_compiled_engine_trains_as_plain_pytorch(graphs: float, tmp_path: Path
         torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5)
 
 
+def test_one_more_variant_of_compiled_code_serves_all_other_lengths(tmp_path: Path) -> None:
+    """Wherever the tensors between blocks lie: code for several lengths asks whether one begins where its storage does."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with gs.Engine(
+        make_parts().sequential(),
+        OPTIMIZER,
+        storage=[tmp_path],
+        ram="64MiB",
+        dtype="float32",
+        compile=True,
+        placement=gs.Placement(activations_device=1, activations_ram=0),
+    ) as engine:
+        engine.step(make_batches(4, 0, uneven=False, length=16))
+        assert counters["stats"]["unique_graphs"] == 2  # the forward and the recompute
+        for step, length in enumerate((15, 14, 12, 13)):
+            engine.step(make_batches(4, step, uneven=False, length=length))
+    assert counters["stats"]["unique_graphs"] == 4
+
+
 class Drawing(Layer):
     """Draws noise, which no gradient depends on, and then a mask."""
 

@@ -213,8 +213,11 @@ def _carve(arena: Arena, sizes: dict[tuple[int, int], int], name: str) -> dict[t
 
 
 def _device_buffers(count: int, nbytes: int, device: torch.device) -> Sequence[torch.Tensor]:
+    """One allocation, cut into tensors that each have a storage of their own. As views they would share the version
+    counter that autograd checks, so that a write to one slot looked like a write to another; and code compiled for
+    several lengths has variants for tensors that begin where their storage does and for those that do not."""
     if not count:
         return ()
-    # .data: views share the version counter that autograd checks, and a write to one slot must not look like a write
-    # to another.
-    return [slot.data for slot in torch.zeros(count * nbytes, dtype=torch.uint8, device=device).split(nbytes)]
+    storage = torch.zeros(count * nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return [torch.empty_like(empty).set_(storage[start : start + nbytes]) for start in range(0, count * nbytes, nbytes)]
