@@ -142,9 +142,10 @@ def train_plainly(parts: Parts, optimizer: gs.AdamW, num_steps: int) -> tuple[li
 
 
 MOST_APART = 1e-2
-"""Of all values: a moment that lies between two codes, give or take its last bit, may go to the other one. What that does to
-a weight moves the gradients of others, so from step to step there are about twice as many: 0.3 % were seen after six, on
-an Intel CPU without bf16, and less than 0.1 % on others. Without the rounding more than half of all values are apart."""
+"""Of all values: a moment that lies between two codes, give or take its last bit, may go to the other one. What that
+does to a weight moves the gradients of others, so from step to step there are about twice as many: 0.3 % were seen
+after six, on an Intel CPU without bf16, and less than 0.1 % on others. Without the rounding more than half are apart.
+"""
 
 
 @pytest.mark.parametrize("moments", COMPACT)

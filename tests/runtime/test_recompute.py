@@ -49,7 +49,7 @@ def test_a_compiled_engine_trains_as_plain_pytorch(graphs: float, tmp_path: Path
 
 
 def test_one_more_variant_of_compiled_code_serves_all_other_lengths(tmp_path: Path) -> None:
-    """Wherever the tensors between blocks lie: code for several lengths asks whether one begins where its storage does."""
+    """Wherever tensors between blocks lie: code for several lengths asks whether one begins where its storage does."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
