@@ -2,49 +2,89 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import importlib
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
-SCRIPT = """
-import json, sys, warnings
-sys.path.insert(0, {tests!r})
-warnings.filterwarnings("ignore", message=".*rank.*")
-import torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-rank, count, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=count)
-import {module}
-result = {module}.{function}(*json.loads(sys.argv[4]))
-print("RESULT", json.dumps(result), flush=True)
-"""
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch.distributed", "greedysnake.runtime.engine", "pytest"])
+"""Ranks are forked from a process that has imported what takes seconds, and has done nothing else."""
+
+
+class Process(Protocol):
+    """What is asked of one; a subprocess.Popen does as well."""
+
+    def kill(self) -> None: ...
+
+    def communicate(self) -> tuple[str, str]: ...
+
+
+class Rank:
+    """Like a subprocess.Popen, whose output goes to files in `folder`."""
+
+    def __init__(self, folder: Path, rank: int, *task: object) -> None:
+        self._printed = [folder / f"{name}-{rank}" for name in ("output", "errors")]
+        self._process = _FORKS.Process(target=_work, args=(self._printed, rank, *task))
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("a rank", timeout)
+        output, errors = (path.read_text() if path.exists() else "" for path in self._printed)
+        return output, errors
+
+
+def _work(printed: Sequence[Path], rank: int, count: int, meet: str, module: str, function: str, values: str) -> None:
+    for number, path in enumerate(printed, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.path.insert(0, str(Path(__file__).parent))
+    warnings.filterwarnings("ignore", message=".*rank.*")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=count)
+    try:
+        result = getattr(importlib.import_module(module), function)(*json.loads(values))
+        print("RESULT", json.dumps(result), flush=True)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of any other process: a forked one leaves them out
 
 
 @contextlib.contextmanager
-def started(num_ranks: int, module: str, function: str, *arguments: object) -> Iterator[list[subprocess.Popen[str]]]:
+def started(num_ranks: int, module: str, function: str, *arguments: object) -> Iterator[list[Rank]]:
     """Processes that each call `module.function(*arguments)`; arguments and result pass as JSON."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent), module=module, function=function)
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(rank), str(num_ranks), f"{folder}/meet", json.dumps(arguments)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
+    with tempfile.TemporaryDirectory() as name:
+        task = (num_ranks, f"{name}/meet", module, function, json.dumps(arguments))
+        processes = [Rank(Path(name), rank, *task) for rank in range(num_ranks)]
         with none_left(processes):
             yield processes
 
 
 @contextlib.contextmanager
-def none_left(processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+def none_left(processes: Sequence[Process]) -> Iterator[None]:
     """Whatever happens, none of them runs on afterwards."""
     try:
         yield
