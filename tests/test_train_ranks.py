@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,32 +44,29 @@ OPTIONS: dict[str, Any] = {"max_steps": NUM_STEPS, "eval_steps": 15, "max_eval_b
 
 
 @contextmanager
-def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
+def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[together.Forked]]:
     """The processes of a training, each told what torchrun tells them."""
-    with socket.socket() as held:
+    with socket.socket() as held, tempfile.TemporaryDirectory() as folder:
         # Bound all the while, so that the system gives the port to nobody else; who listens there may bind it as well.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
-        told = {"WORLD_SIZE": num_ranks, "MASTER_PORT": held.getsockname()[1], "OMP_NUM_THREADS": 1}
+        told = {"WORLD_SIZE": num_ranks, "MASTER_PORT": held.getsockname()[1], "MASTER_ADDR": "127.0.0.1"}
         processes = []
         for rank in range(num_ranks):
             own = {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **told}.items()}
-            command = [sys.executable, "-m", "greedysnake", "train", str(config), *overrides]
-            environment = os.environ | own | {"MASTER_ADDR": "127.0.0.1"}
-            processes.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-            )
+            command = ["train", str(config), *overrides]
+            processes.append(together.Forked(Path(folder), rank, together.run_command, command, own))
         with together.none_left(processes):
             yield processes
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def ended(processes: list[together.Forked]) -> list[tuple[int | None, str, str]]:
     """Exit code and what was printed to both ends, of each."""
     printed = [process.communicate(timeout=200) for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, printed, strict=True)]
 
 
-def wait_for_lines(run: Path, num_lines: int, processes: list[subprocess.Popen[str]]) -> None:
+def wait_for_lines(run: Path, num_lines: int, processes: list[together.Forked]) -> None:
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < num_lines:
         assert all(process.poll() is None for process in processes)

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch.distributed", "greedysnake.runtime.engine", "pytest"])
-"""Ranks are forked from a process that has imported what takes seconds, and has done nothing else."""
+_FORKS.set_forkserver_preload(
+    ["torch.distributed", "greedysnake.trainer", "transformers.models.llama.modeling_llama", "pytest"]
+)
+"""Processes are forked from one that has imported what takes seconds, and has done nothing else."""
 
 
 class Process(Protocol):
@@ -29,12 +31,12 @@ class Process(Protocol):
     def communicate(self) -> tuple[str, str]: ...
 
 
-class Rank:
-    """Like a subprocess.Popen, whose output goes to files in `folder`."""
+class Forked:
+    """Like a subprocess.Popen that runs `work(*values)`; its output goes to files in `folder`."""
 
-    def __init__(self, folder: Path, rank: int, *task: object) -> None:
-        self._printed = [folder / f"{name}-{rank}" for name in ("output", "errors")]
-        self._process = _FORKS.Process(target=_work, args=(self._printed, rank, *task))
+    def __init__(self, folder: Path, name: object, work: Callable[..., None], *values: object) -> None:
+        self._printed = [folder / f"{name}-{end}" for end in ("output", "errors")]
+        self._process = _FORKS.Process(target=_run, args=(self._printed, work, *values))
         self._process.start()
 
     @property
@@ -47,18 +49,38 @@ class Rank:
     def kill(self) -> None:
         self._process.kill()
 
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self._process.join(timeout)
         if self._process.exitcode is None:
             assert timeout is not None
-            raise subprocess.TimeoutExpired("a rank", timeout)
+            raise subprocess.TimeoutExpired("a forked process", timeout)
         output, errors = (path.read_text() if path.exists() else "" for path in self._printed)
         return output, errors
 
 
-def _work(printed: Sequence[Path], rank: int, count: int, meet: str, module: str, function: str, values: str) -> None:
+def _run(printed: Sequence[Path], work: Callable[..., None], *values: object) -> None:
     for number, path in enumerate(printed, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    try:
+        work(*values)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of any other process: a forked one leaves them out
+
+
+def run_command(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """greedysnake with these arguments. Work for a `Forked`."""
+    from greedysnake.cli import main
+
+    os.environ |= environment
+    sys.argv = ["greedysnake", *arguments]
+    main()
+
+
+def _rank(rank: int, count: int, meet: str, module: str, function: str, values: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     warnings.filterwarnings("ignore", message=".*rank.*")
     import torch
@@ -66,19 +88,16 @@ def _work(printed: Sequence[Path], rank: int, count: int, meet: str, module: str
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=count)
-    try:
-        result = getattr(importlib.import_module(module), function)(*json.loads(values))
-        print("RESULT", json.dumps(result), flush=True)
-    finally:
-        atexit._run_exitfuncs()  # as at the end of any other process: a forked one leaves them out
+    result = getattr(importlib.import_module(module), function)(*json.loads(values))
+    print("RESULT", json.dumps(result), flush=True)
 
 
 @contextlib.contextmanager
-def started(num_ranks: int, module: str, function: str, *arguments: object) -> Iterator[list[Rank]]:
+def started(num_ranks: int, module: str, function: str, *arguments: object) -> Iterator[list[Forked]]:
     """Processes that each call `module.function(*arguments)`; arguments and result pass as JSON."""
     with tempfile.TemporaryDirectory() as name:
         task = (num_ranks, f"{name}/meet", module, function, json.dumps(arguments))
-        processes = [Rank(Path(name), rank, *task) for rank in range(num_ranks)]
+        processes = [Forked(Path(name), rank, _rank, rank, *task) for rank in range(num_ranks)]
         with none_left(processes):
             yield processes
 
