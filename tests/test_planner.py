@@ -189,7 +189,7 @@ class TestPlan:
         values = with_engine(values_in(tmp_path), ram="2MiB", fill_ram=True, **engine)
         values["model"]["config"]["num_hidden_layers"] = 8
         found = plan(values)
-        for spare in range(0, 90_000, 6_000):
+        for spare in range(0, 90_000, 15_000):
             machine = replace(found.machine, room_bytes=found.given.footprint.device_bytes + spare)
             monkeypatch.setattr(planner, "measure", lambda *_, machine=machine, **__: machine)
             assert plan(values).chosen.footprint.device_bytes <= (machine.room_bytes or 0)

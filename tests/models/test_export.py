@@ -6,8 +6,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,8 @@ import torch
 import greedysnake as gs
 from families import FAMILIES, OPTIMIZER, make_batches, make_config
 from greedysnake import durable
+from greedysnake.models import export
+from together import Forked, run_command
 
 EXPORTED = [name for name in FAMILIES if "balanced" not in name]
 
@@ -212,23 +212,23 @@ def test_all_of_an_export_is_on_the_drive_before_it_has_its_name(
     assert [name for name, there in synced if there] == ["out", tmp_path.name]
 
 
+def export_and_be_signalled(number: int, run: str, out: str) -> None:
+    """At the end of an export, when all but its index is there."""
+    export._write_index = lambda *_: os.kill(os.getpid(), number)  # type: ignore[assignment]
+    run_command(["export", run, out], {})
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing_of_an_export(number: signal.Signals, trained: Path, tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\n"
-        "from greedysnake import cli\n"
-        "from greedysnake.models import export\n"
-        f"export._write_index = lambda *_: os.kill(os.getpid(), {int(number)})\n"
-        "sys.argv = ['greedysnake', 'export', *sys.argv[1:]]\n"
-        "cli.main()\n"
-    )
-    (tmp_path / "there").mkdir()
+    printed, outs = tmp_path / "printed", tmp_path / "outs"
+    for folder in (printed, outs, outs / "there"):
+        folder.mkdir()
     for out in ("new", "there"):
-        command = [sys.executable, "-c", code, str(trained / "run"), str(tmp_path / out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 128 + number, done.stderr
-        assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+        process = Forked(printed, out, export_and_be_signalled, int(number), str(trained / "run"), str(outs / out))
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 128 + number, errors
+        assert "Traceback" not in errors
+    assert [path.name for path in outs.rglob("*")] == ["there"]
 
 
 def fail(file: int, data: bytes = b"", offset: int = 1) -> int:
