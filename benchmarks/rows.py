@@ -144,7 +144,7 @@ ROWS: Mapping[str, Row] = {
         "8 B parameters, DeepSpeed",
         {
             "8b-zero-offload": f"--systems zero-offload {EIGHT} --ram-cap 120GB --no-bounds --steps 1",
-            "8b-zero-infinity": f"--systems zero-infinity {EIGHT} --no-bounds --micro-batches 1 --steps 3",
+            "8b-zero-infinity": f"--systems zero-infinity {EIGHT} --no-bounds --micro-batches 1 --steps 2",
         },
         [
             Figure("ZeRO-3 with CPU offload", fate("8b-zero-offload")),
