@@ -22,6 +22,7 @@ from rich.console import Console
 
 import greedysnake as gs
 import together
+from forked import Forked, none_left, run_command
 from greedysnake import preparation, trainer
 from greedysnake.config import load_config
 from greedysnake.data.batches import IGNORED, deal
@@ -44,7 +45,7 @@ OPTIONS: dict[str, Any] = {"max_steps": NUM_STEPS, "eval_steps": 15, "max_eval_b
 
 
 @contextmanager
-def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[together.Forked]]:
+def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[Forked]]:
     """The processes of a training, each told what torchrun tells them."""
     with socket.socket() as held, tempfile.TemporaryDirectory() as folder:
         # Bound all the while, so that the system gives the port to nobody else; who listens there may bind it as well.
@@ -55,18 +56,18 @@ def started(config: Path, *overrides: str, num_ranks: int = 2) -> Iterator[list[
         for rank in range(num_ranks):
             own = {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **told}.items()}
             command = ["train", str(config), *overrides]
-            processes.append(together.Forked(Path(folder), rank, together.run_command, command, own))
-        with together.none_left(processes):
+            processes.append(Forked(Path(folder), rank, run_command, command, own))
+        with none_left(processes):
             yield processes
 
 
-def ended(processes: list[together.Forked]) -> list[tuple[int | None, str, str]]:
+def ended(processes: list[Forked]) -> list[tuple[int | None, str, str]]:
     """Exit code and what was printed to both ends, of each."""
     printed = [process.communicate(timeout=200) for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, printed, strict=True)]
 
 
-def wait_for_lines(run: Path, num_lines: int, processes: list[together.Forked]) -> None:
+def wait_for_lines(run: Path, num_lines: int, processes: list[Forked]) -> None:
     metrics = run / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < num_lines:
         assert all(process.poll() is None for process in processes)

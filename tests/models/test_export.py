@@ -16,9 +16,9 @@ import torch
 
 import greedysnake as gs
 from families import FAMILIES, OPTIMIZER, make_batches, make_config
+from forked import Forked, run_command
 from greedysnake import durable
 from greedysnake.models import export
-from together import Forked, run_command
 
 EXPORTED = [name for name in FAMILIES if "balanced" not in name]
 
