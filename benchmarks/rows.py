@@ -126,7 +126,7 @@ IN_RAM = (
 ON_SSD = "--storage DIR --ram 24GiB --placement activations_device=1 activations_ram=0 weights_device=1"
 SLOTS = "--slots updates=48 staging=16 weights=4"
 HELD = "--steps 3 --no-bounds --slots updates=110 staging=16 weights=4"
-KNEE = "--micro-batches 64 --alpha 0.22"
+KNEE = "--micro-batches 64 --alpha 0.28"
 BALANCED = (
     "--systems greedysnake --layers 12 --storage DIR --ram 24GiB --micro-batches 80 --steps 3 --no-bounds "
     f"{IO} total_bytes_per_s=2500000000 --slots updates=12 staging=16 weights=4 "

@@ -61,8 +61,8 @@ def make_plan(
     blocks = [make_block(f"block {index}", chunks, (), pool) for index, pool in enumerate(pools)]
     if shared:
         blocks.append(make_block("shared", (1,), (), "shared"))
-    blocks = [replace(block, num_ranks=num_ranks) for block in blocks]
     placement = placement or Placement()
+    blocks = [replace(block, num_ranks=num_ranks) for block in keep_on_device(blocks, placement)]
     return Plan(
         tuple(blocks),
         chunk_homes(blocks, placement, alpha=alpha, clipping=clipping, tentative=tentative),

@@ -65,6 +65,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "activations everywhere": {"placement": gs.Placement(activations_device=0.4, activations_ram=0.3)},
     "some graphs kept": {"placement": gs.Placement(graphs_device=0.5), "alpha": 0.5},
     "all graphs kept": {"placement": gs.Placement(graphs_device=1, activations_ram=0, gradients_device=0)},
+    "weights on device": {"placement": gs.Placement(weights_device=1)},
+    "weights on device, some in ram": {"placement": gs.Placement(weights_device=0.5, weights_ram=0.5), "alpha": 0.5},
+    "weights on device, one slot of each": {
+        "placement": gs.Placement(weights_device=1),
+        "slots": gs.Slots(1, 1, 1, 1, 1),
+    },
     "gradients spilled": {"placement": gs.Placement(gradients_ram=0), "alpha": 1.0},
     "half of them spilled": {"placement": gs.Placement(gradients_ram=0.5), "alpha": 0.5},
     "threads": {"io": gs.IoOptions(backend="threads")},
@@ -133,14 +139,15 @@ def test_result_does_not_depend_on_how_long_ops_take(
     placement = (
         gs.Placement(activations_ram=0.5, gradients_device=0.3, gradients_ram=0.5),
         gs.Placement(weights_ram=0.3, optimizer_ram=0.5, activations_device=0.3, activations_ram=0.3),
-        gs.Placement(),
+        gs.Placement(weights_device=0.5, weights_ram=0.2),
     )[seed % 3]
     require_equal(train(tmp_path, max_grad_norm=clip, alpha=0.4, placement=placement), expected(clip))
 
 
+@pytest.mark.parametrize("weights_device", [0.0, 0.7])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_result_does_not_depend_on_what_is_called_between_steps(
-    clip: float | None, tmp_path: Path, expected: Callable[[float | None], Trained]
+    clip: float | None, weights_device: float, tmp_path: Path, expected: Callable[[float | None], Trained]
 ) -> None:
     losses = []
 
@@ -157,7 +164,8 @@ def test_result_does_not_depend_on_what_is_called_between_steps(
             losses.append(engine.evaluate(make_batches(4, 99)[:2]))  # after other calls, the same again
             engine.evaluate(make_batches(5, step))  # another number of micro-batches
 
-    found = train(tmp_path, max_grad_norm=clip, alpha=0.5, between=between)
+    placement = gs.Placement(weights_device=weights_device)
+    found = train(tmp_path, max_grad_norm=clip, alpha=0.5, placement=placement, between=between)
     require_equal(found, expected(clip))
     assert losses[::2] == losses[1::2]
 

@@ -131,6 +131,26 @@ def test_what_lives_in_ram_is_not_moved(tmp_path: Path) -> None:
             assert steady_bytes(engine, 2) == expected * sum(padded(engine).values())
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_weights_that_stay_on_the_device_are_written_and_never_read(
+    alpha: float, clip: float | None, tmp_path: Path
+) -> None:
+    placement = gs.Placement(weights_device=1)
+    with make_engine(tmp_path, alpha=alpha, max_grad_norm=clip, placement=placement) as engine:
+        layers, params = total_params(engine.plan.blocks[1:-1]), sum(padded(engine).values())
+        saved = 2 * padded(engine)["head"] if clip else 0
+        assert steady_bytes(engine, 2) == 22 * layers + 26 * (params - layers) - saved
+
+
+def test_frozen_weights_that_stay_on_the_device_are_read_once_in_a_run(tmp_path: Path) -> None:
+    with make_engine(
+        tmp_path, model={"frozen": ["embed", "layers.0", "layers.2"]}, placement=gs.Placement(weights_device=1)
+    ) as engine:
+        embed, _, trained, _, head = (block.num_params for block in engine.plan.blocks)
+        assert steady_bytes(engine, 2) == 2 * embed + 22 * trained + 26 * head
+
+
 def test_activations_on_ssd_are_written_once_and_read_once(tmp_path: Path) -> None:
     num_micro_batches, num_layers = 3, 3
     with make_engine(tmp_path, placement=gs.Placement(activations_ram=0)) as engine:
@@ -143,9 +163,12 @@ def test_activations_on_ssd_are_written_once_and_read_once(tmp_path: Path) -> No
 NUM_COUNTED = 4
 
 
-def count(directory: str, num_micro_batches: int, backend: str, options: dict[str, object]) -> dict[str, int]:
+def count(
+    directory: str, num_micro_batches: int, backend: str, weights_device: float, options: dict[str, object]
+) -> dict[str, int]:
     """Bytes of some steps and the flush after them: as the I/O engine counts them, and as the kernel does."""
-    with make_engine(Path(directory), io=gs.IoOptions(backend=backend), **options) as engine:
+    placement = gs.Placement(weights_device=weights_device)
+    with make_engine(Path(directory), io=gs.IoOptions(backend=backend), placement=placement, **options) as engine:
         engine.step(batches(num_micro_batches, 0))
         engine.flush()
         before, kernel_before = engine.io_counters, kernel_bytes()
@@ -160,6 +183,7 @@ def count(directory: str, num_micro_batches: int, backend: str, options: dict[st
             "kernel_read": kernel_after["read_bytes"] - kernel_before["read_bytes"],
             "kernel_write": kernel_after["write_bytes"] - kernel_before["write_bytes"],
             "params": sum(padded(engine).values()),
+            "kept": total_params([block for block in engine.plan.blocks if block.pool == "kept"]),
         }
 
 
@@ -169,25 +193,27 @@ def kernel_bytes() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "backend", "options"),
+    ("num_micro_batches", "backend", "weights_device", "options"),
     [
-        (2, "threads", {"alpha": 0.25}),
-        (8, "auto", {"alpha": 1.0}),
-        (2, "auto", {"max_grad_norm": 0.5}),
-        (3, "auto", {"schedule": "horizontal"}),
+        (2, "threads", 0.0, {"alpha": 0.25}),
+        (8, "auto", 0.0, {"alpha": 1.0}),
+        (2, "auto", 0.0, {"max_grad_norm": 0.5}),
+        (2, "auto", 0.7, {"alpha": 0.25}),
+        (3, "auto", 0.0, {"schedule": "horizontal"}),
     ],
 )
 def test_counters_agree_with_the_kernels(
-    num_micro_batches: int, backend: str, options: dict[str, object], tmp_path: Path
+    num_micro_batches: int, backend: str, weights_device: float, options: dict[str, object], tmp_path: Path
 ) -> None:
     if not _takes_direct(tmp_path):
         pytest.skip(f"{tmp_path} refuses O_DIRECT (tmpfs, overlay): the kernel counts page cache traffic there")
-    found = child.call("test_bytes", "count", str(tmp_path / "store"), num_micro_batches, backend, options)
+    arguments = (str(tmp_path / "store"), num_micro_batches, backend, weights_device, options)
+    found = child.call("test_bytes", "count", *arguments)
     if "schedule" not in options:
         # All updates of the steps lie between the two flushes; a head that is updated late reads 2 bytes less.
-        params = NUM_COUNTED * found["params"]
+        params, kept = NUM_COUNTED * found["params"], NUM_COUNTED * found["kept"]
         assert found["write"] == 12 * params
-        assert found["read"] == pytest.approx(14 * params, rel=0.01)
+        assert found["read"] == pytest.approx(14 * params - 4 * kept, rel=0.01)
     # The interpreter reads a file of its own now and then.
     assert found["write"] <= found["kernel_write"] <= found["write"] * 1.01
     assert found["read"] <= found["kernel_read"] <= found["read"] * 1.01

@@ -35,6 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "everything on ssd": {"placement": gs.Placement(activations_ram=0, gradients_device=0, gradients_ram=0)},
     "weights kept on device": {"placement": gs.Placement(weights_device=1)},
     "graphs kept on device": {"placement": gs.Placement(graphs_device=0.5)},
+    "some weights kept on device": {"alpha": 0.5, "placement": gs.Placement(weights_device=0.5, weights_ram=0.5)},
+    "weights kept on device, clipped": {"placement": gs.Placement(weights_device=1)},
 }
 
 
@@ -127,15 +129,11 @@ def test_every_plan_gives_the_same_bits(device: str, tmp_path: Path) -> None:
     assert clipped[0] != expected[0]
     for clip in (0.5, 100.0):  # every step clipped, and hardly any
         waiting = clipped if clip == 0.5 else train(tmp_path / "waiting", device, max_grad_norm=clip)
-        for weights_ram in (0, 1):
-            found = train(
-                tmp_path / f"optimistic {clip} {weights_ram}",
-                device,
-                max_grad_norm=clip,
-                optimistic=True,
-                placement=gs.Placement(weights_ram=weights_ram),
-            )
-            require_equal(found, waiting, f"optimistic, {clip}, {weights_ram}")
+        for place in ({}, {"weights_ram": 1}, {"weights_device": 1}, {"weights_device": 1, "weights_ram": 0.5}):
+            name = f"optimistic {clip} {place}"
+            placement = gs.Placement(**place)
+            found = train(tmp_path / name, device, max_grad_norm=clip, optimistic=True, placement=placement)
+            require_equal(found, waiting, name)
     for number, (name, options) in enumerate(PLANS.items()):
         clip, wanted = (0.5, clipped) if number % 2 else (None, expected)
         require_equal(train(tmp_path / str(number), device, max_grad_norm=clip, **options), wanted, name)

@@ -82,6 +82,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "gradients spilled": {"placement": gs.Placement(gradients_ram=0)},
     "half of them spilled, weights in ram": {"placement": gs.Placement(gradients_ram=0.5, weights_ram=1)},
     "weights kept on the device": {"placement": gs.Placement(weights_device=0.5, graphs_device=0.3)},
+    "weights kept there and in ram": {"placement": gs.Placement(weights_device=1, weights_ram=0.6)},
     "small chunks": {"chunk_params": 2048},
     "one slot of each": {"slots": gs.Slots(1, 1, 1, 1, 1)},
     "many slots": {"slots": gs.Slots(8, 8, 20, 20, 20)},
@@ -109,7 +110,7 @@ def test_the_result_is_that_of_updates_that_wait(name: str, tmp_path: Path, expe
     assert [step for step in range(1, NUM_STEPS) if revoked[step] > revoked[step - 1]] == wanted
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_result_does_not_depend_on_how_long_ops_take(
     seed: int, tmp_path: Path, expected: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,11 +128,14 @@ def test_the_result_does_not_depend_on_how_long_ops_take(
         gs.Placement(weights_ram=1),
         gs.Placement(weights_ram=0.5, gradients_ram=0.5),
         gs.Placement(weights_ram=0.3, optimizer_ram=0.3, activations_ram=0),
-    )[seed % 4]
+        gs.Placement(weights_device=1),
+    )[seed % 5]
     require_same(train(tmp_path, optimistic=True, placement=placement), expected)
 
 
-@pytest.mark.parametrize("placement", [gs.Placement(), gs.Placement(weights_ram=1)])
+@pytest.mark.parametrize(
+    "placement", [gs.Placement(), gs.Placement(weights_ram=1), gs.Placement(weights_device=1, weights_ram=0.3)]
+)
 def test_the_result_does_not_depend_on_what_is_called_between_steps(
     placement: gs.Placement, tmp_path: Path, expected: Trained
 ) -> None:

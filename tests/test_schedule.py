@@ -321,6 +321,21 @@ BROKEN = {
         4,
     ),
     "horizontal": (make_plan(3, alpha=0.5, placement=Placement(0.2, 0.2, 0.2, 0.4)), "horizontal", 2),
+    "kept": (
+        make_plan(5, alpha=0.5, placement=Placement(0.3, 0.2, weights_device=1, graphs_device=0.4)),
+        "vertical",
+        3,
+    ),
+    "kept and clipped": (
+        make_plan(4, clipping=True, placement=Placement(0.3, weights_device=1), slots=Slots(2), num_ranks=2),
+        "vertical",
+        3,
+    ),
+    "kept and tentative": (
+        make_plan(4, alpha=0.2, clipping=True, tentative=True, placement=Placement(0.3, weights_device=1)),
+        "confirmed",
+        2,
+    ),
     "ranks": (
         make_plan(4, shared=True, alpha=0.5, placement=Placement(0.3, 0.5, 0.2, 0.4, 0.2, 0.5), num_ranks=2),
         "vertical",

@@ -212,8 +212,8 @@ class EngineOptions:
     """Hard budget for all host buffers. null takes half of the RAM that is free at the start. Several ranks on a host
     share it equally."""
     vram: Size | None = None
-    """Room on the device for what would otherwise wait in RAM or be fetched twice: activations first, then weights of
-    the last layers, as many as fit. What computing itself needs is not part of it. null is none."""
+    """Room on the device for what would otherwise wait in RAM or be fetched in every step: activations first, then
+    weights of the last layers, as many as fit. What computing itself needs is not part of it. null is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one."""
     dtype: Literal["bfloat16", "float32"] | None = None

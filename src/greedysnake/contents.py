@@ -73,14 +73,16 @@ class Contents(Ledger):
             self.unread[resource] = op
 
     def adds_to(self, resource: Resource) -> bool:
-        """Whether the op changes what is there, rather than replacing it."""
+        """Whether the op changes what is there, or what only a checkpoint reads, rather than replacing it."""
         match self.op.kind:
-            case Kind.UPLOAD | Kind.GATHER | Kind.REDUCE | Kind.UPDATE | Kind.SQUARES:
+            case Kind.UPLOAD | Kind.RENEW | Kind.GATHER | Kind.REDUCE | Kind.UPDATE | Kind.SQUARES:
                 return True
             case Kind.BACKWARD if resource[0] == "gradients":
                 return not (self.op.first_shared if resource[1] == "shared" else self.op.first)
             case Kind.ACCUMULATE:
                 return not self.op.first
+            case Kind.WRITE if self.plan.keeps_weights(self.op.block):
+                return self.plan.homes[self.op.block][self.op.index].state is Home.RAM
         return resource in (("losses",), ("loss",))
 
     def end(self) -> None:
@@ -114,9 +116,19 @@ class Contents(Ledger):
                 self.unread.pop(("kept", block, index), None)
             else:
                 self.unread.pop(("ram", block, index), None)
+                self.spoil(block, index)
         if self.tentative:  # it is what settled them
             self.unread.pop(("verdict",), None)
         self.tentative.clear()
+
+    def spoil(self, block: int, index: int) -> None:
+        """What an update that does not count left on the device is nobody's weight."""
+        slot = self.newest.get(block)
+        if slot is not None and self.plan.keeps_weights(block):
+            tried = Weight(block, index, self.updates[block, index] + 1)
+            held = self.held[slot]
+            assert isinstance(held, frozenset)
+            self.held[slot] = frozenset(Weight(block, index, -1) if each == tried else each for each in held)
 
     # Compute
 
@@ -131,7 +143,8 @@ class Contents(Ledger):
     def others(self, block: int) -> frozenset[Others]:
         """What has to come from other ranks before a block can run."""
         shape = self.plan.blocks[block]
-        return frozenset([Others(block)] if shape.num_params > shape.num_own else [])
+        version = self.step if shape.num_trainable else 0
+        return frozenset([Others(block, version)] if shape.num_params > shape.num_own else [])
 
     def tensor(self, what: str, block: int, *, turns: bool) -> None:
         """Reads a tensor of the op's micro-batch; where the snake turns, it has stayed on the device."""
@@ -255,9 +268,60 @@ class Contents(Ledger):
         self.require(slot[1] == self.plan.blocks[block].pool, "fills a slot of pool", slot[1])
         old = self.held.get(slot, frozenset())
         assert isinstance(old, frozenset)
-        goes_on = all(other.block == block and other.chunk != index for other in old)
-        self.held[slot] = (old if goes_on else frozenset()) | {weight}
+        if self.plan.keeps_weights(block):
+            self.require(
+                self.newest.get(block, slot) == slot, "fills", slot, ", weights are in", self.newest.get(block)
+            )
+            self.require(weight not in old, "brings", weight, ", which is there")
+            self.change_part(slot, weight)
+        else:
+            goes_on = all(other.block == block and other.chunk != index for other in old)
+            self.held[slot] = (old if goes_on else frozenset()) | {weight}
         self.newest[block] = slot
+
+    def change_part(self, slot: Resource, weight: object) -> None:
+        """A chunk's place in the slot of a block that stays there; the rest of it is as it was."""
+        part = self.next(self.writes, "weights.part")
+        self.require(part[1:] == (*slot[1:], self.op.index), "fills", part, ", which is not its own")
+        old = self.held.get(slot, frozenset())
+        assert isinstance(old, frozenset)
+        self.require(all(other.block == self.op.block for other in old), "fills", slot, ", which another block has")
+        self.held[slot] = frozenset(other for other in old if other.chunk != self.op.index) | {weight}
+
+    def renew(self) -> None:
+        """What an update made of a chunk's weight takes the place of the one before it, which is on the device."""
+        block, index = self.op.block, self.op.index
+        self.require(self.plan.keeps_weights(block), "renews weights that do not stay on the device")
+        self.moves(self.plan.precision.weight_bytes)
+        done = self.updates[block, index] + self.op.tentative
+        self.require(not self.op.tentative or (block, index) in self.tentative, "is tentative, and its update is not")
+        source = self.next(self.reads, "ram", "update.weight")
+        if source[0] == "ram":
+            self.require(source[1:] == (block, index), "reads", source, ", which is not its own")
+            self.require(self.plan.homes[block][index].weight is Home.RAM, "reads", source, ", where no weight lives")
+        else:
+            self.holds(source, Weight(block, index, done))
+        slot = self.next(self.writes, "weights")
+        self.require(slot == self.newest.get(block), "fills", slot, ", weights are in", self.newest.get(block))
+        held = self.held[slot]
+        assert isinstance(held, frozenset)
+        self.require(Weight(block, index, done - 1) in held, "renews", held)
+        self.change_part(slot, Weight(block, index, done))
+
+    def take(self) -> None:
+        """Brings a chunk's weight from the device, where it has seen all updates before the one that needs it."""
+        self.moves(self.plan.precision.weight_bytes)
+        self.fill(self.weight_on_device(self.updates[self.op.block, self.op.index]), "update.weight")
+
+    def weight_on_device(self, version: int) -> Weight:
+        """The weight of the op's chunk, where it reads it alone."""
+        block, index = self.op.block, self.op.index
+        part, slot = self.next(self.reads, "weights.part"), self.newest.get(block, ("nothing",))
+        self.require(part[1:] == (*slot[1:], index), "reads", part, ", weights are in", slot)
+        weight, held = Weight(block, index, version), self.held.get(slot, frozenset())
+        assert isinstance(held, frozenset)
+        self.require(weight in held, "finds", held, "in", part, ", needs", weight)
+        return weight
 
     def gather(self) -> None:
         """All of this rank's part is there, in its last version, and goes to the others as theirs come here."""
@@ -265,10 +329,17 @@ class Contents(Ledger):
         missing = (shape.num_params - shape.num_own) * self.plan.precision.weight_bytes
         self.require(self.op.index == 0, "is done once for a block")
         self.require(self.op.nbytes == missing > 0, "moves", self.op.nbytes, "bytes of", missing)
-        newest = frozenset(Weight(block, index, self.updates[block, index]) for index in range(len(shape.chunks)))
-        slot = self.find(newest, "weights")
+        versions = [self.updates[block, index] for index in range(len(shape.chunks))]
+        newest = frozenset(Weight(block, index, version) for index, version in enumerate(versions))
+        slot = self.next(self.reads, "weights")
+        held = self.held.get(slot, frozenset())
+        assert isinstance(held, frozenset)
+        theirs = frozenset(each for each in held if isinstance(each, Others))
+        self.require(held - theirs == newest, "finds", held, "in", slot, ", needs", newest)
         self.require(slot == self.newest.get(block), "gathers", slot, ", weights are in", self.newest.get(block))
-        self.require(self.fill(newest | self.others(block), "weights") == slot, "gathers into another slot")
+        others = Others(block, max(versions))
+        self.require(others not in theirs, "gathers", others, ", which are there")
+        self.require(self.fill(newest | {others}, "weights") == slot, "gathers into another slot")
 
     def reduce(self) -> None:
         """The gradients of all ranks are complete, or of the micro-batch that this is the sum of, and are added up."""
@@ -298,7 +369,9 @@ class Contents(Ledger):
         block, index, precision = self.op.block, self.op.index, self.plan.precision
         _, gradient = self.whole_gradient("brings", reduced=self.plan.num_ranks > 1)
         self.moves(precision.gradient_bytes + self.op.whole * precision.weight_bytes)
-        if self.op.whole:
+        if self.op.whole and self.plan.keeps_weights(block):
+            self.weight_on_device(self.step)
+        elif self.op.whole:
             self.weights(block)
         target = self.fill(replace(gradient, chunk=index, reduced=False), "update.gradient", "kept", "spill")
         if target[0] == "kept":
@@ -475,13 +548,14 @@ _OF_MICRO_BATCHES = {
     *(Kind.PARK, Kind.GET, Kind.SPILL, Kind.RECALL),
 }
 _DONE_AHEAD = {
-    *(Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.GATHER),
+    *(Kind.READ_WEIGHTS, Kind.UPLOAD, Kind.GATHER, Kind.TAKE),
     *(Kind.LOAD_STATE, Kind.RECALL_GRADIENT, Kind.UPDATE, Kind.WRITE),
 }
 _ALL_FLAGS = ("first", "last", "first_shared", "whole", "ahead", "tentative")
 _FLAGS = {kind: {"ahead"} for kind in _DONE_AHEAD} | {
     Kind.UPDATE: {"ahead", "tentative"},
     Kind.WRITE: {"ahead", "tentative"},
+    Kind.RENEW: {"tentative"},
     Kind.LOAD_STATE: {"ahead", "whole"},
     Kind.DOWNLOAD: {"whole"},
     Kind.BACKWARD: {"first", "last", "first_shared"},

@@ -70,6 +70,8 @@ class Others:
     """The weights of a block that other ranks hold."""
 
     block: int
+    version: int
+    """How many updates they have seen."""
     chunk: int = -1
 
 
@@ -107,6 +109,9 @@ def resources_of(plan: Plan, num_kept: int) -> set[Resource]:
     counts |= {("activation", block): num_kept for block in range(1, plan.num_compute)}
     existing: set[Resource] = {(*name, number) for name, count in counts.items() for number in range(count)}
     existing |= {(name, *chunk) for name in ("ssd", "ram", "kept") for chunk in chunks_of(plan)}
+    num_parts = max((len(block.chunks) for block in plan.blocks if block.pool == "kept"), default=0)
+    parts = ((slot, part) for slot in range(counts["weights", "kept"]) for part in range(num_parts))
+    existing |= {("weights.part", "kept", *numbers) for numbers in parts}
     return existing | {("verdict",), ("squares",), ("losses",), ("loss",)}
 
 
@@ -119,8 +124,8 @@ def show(value: object) -> str:
             return f"weight {block}.{chunk} after {version} updates"
         case State(block, chunk, version):
             return f"state {block}.{chunk} after {version} updates"
-        case Others(block):
-            return f"the other ranks' weights of {block}"
+        case Others(block, version):
+            return f"the other ranks' weights of {block} after {version} updates"
         case Gradient(block, chunk, step, terms, reduced):
             chunks = "" if chunk < 0 else f".{chunk}"
             return f"gradient {block}{chunks} of step {step} from {show(terms)}{' of all ranks' if reduced else ''}"

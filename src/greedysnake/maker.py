@@ -58,36 +58,68 @@ class Maker:
     # Weights to the device
 
     def bring(self, block: int) -> None:
-        """Puts a block's weights on the device, unless they are there; its pending updates are done on the way."""
-        if block in self.cursor.on_device:
-            return
-        slot = self.take("weights", self.plan.blocks[block].pool)
-        for index, (chunk, home) in enumerate(zip(self.plan.blocks[block].chunks, self.plan.homes[block], strict=True)):
-            nbytes = chunk.num_params * self.plan.precision.weight_bytes
-            if (block, index) in self.cursor.pending:
+        """Puts a block's weights on the device, as far as they are not there; its pending updates are done on the
+        way."""
+        chunks, cursor = self.plan.blocks[block].chunks, self.cursor
+        if block not in cursor.on_device:
+            cursor.on_device[block] = self.take("weights", self.plan.blocks[block].pool)
+            cursor.outdated.update((block, index) for index in range(len(chunks)))
+            cursor.apart.add(block)
+        for index, home in enumerate(self.plan.homes[block]):
+            if (block, index) in cursor.pending:
                 update = self.late_update(block, index)
-                source = ("ram", block, index) if home.weight is Home.RAM else _part("weight", update)
-                self.add(Kind.UPLOAD, block, index, [source], [slot], nbytes)
+                self.upload(block, index, update)
                 self.give(update)
+            elif (block, index) not in cursor.outdated:
+                continue
             elif home.weight is Home.RAM:
-                self.add(Kind.UPLOAD, block, index, [("ram", block, index)], [slot], nbytes)
+                self.upload(block, index)
             else:
                 staging = self.take("staging")
+                nbytes = chunks[index].num_params * self.plan.precision.weight_bytes
                 self.add(Kind.READ_WEIGHTS, block, index, [("ssd", block, index)], [staging], nbytes)
-                self.add(Kind.UPLOAD, block, index, [staging], [slot], nbytes)
+                self.upload(block, index, staging)
                 self.give(staging)
-        self.gather(block, slot)
-        self.cursor.on_device[block] = slot
+        self.gather(block)
 
-    def gather(self, block: int, slot: Resource) -> None:
+    def upload(self, block: int, index: int, source: Resource | None = None) -> None:
+        """Brings a chunk's weights to the device, from a slot or from their home in RAM."""
+        self.to_device(Kind.UPLOAD, block, index, source)
+        self.cursor.outdated.discard((block, index))
+
+    def to_device(self, kind: Kind, block: int, index: int, source: Resource | None, **flags: bool) -> None:
+        nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.weight_bytes
+        if self.plan.homes[block][index].weight is Home.RAM:
+            source = ("ram", block, index)
+        elif source is not None and source[0] == "update":
+            source = _part("weight", source)
+        assert source is not None
+        slot = self.cursor.on_device[block]
+        part = [self.part_on_device(block, index)] if self.plan.keeps_weights(block) else []
+        self.add(kind, block, index, [source], [slot, *part], nbytes, **flags)
+
+    def part_on_device(self, block: int, index: int) -> Resource:
+        """A chunk's place in the slot of a block that stays: who reads it alone need not wait for the others."""
+        return ("weights.part", *self.cursor.on_device[block][1:], index)
+
+    def is_on_device(self, block: int, index: int) -> bool:
+        """Whether an update can have a chunk's weight from the device, after everything that ran there."""
+        return self.plan.keeps_weights(block) and (block, index) not in self.cursor.outdated
+
+    def gather(self, block: int) -> None:
         """The other ranks' parts of a block's weights come to the device, and this rank's goes to theirs."""
-        shape = self.plan.blocks[block]
+        if block not in self.cursor.apart:
+            return
+        self.cursor.apart.remove(block)
+        shape, slot = self.plan.blocks[block], self.cursor.on_device[block]
         nbytes = (shape.num_params - shape.num_own) * self.plan.precision.weight_bytes
         if nbytes:
             self.add(Kind.GATHER, block, 0, [slot], [slot], nbytes)
 
     def release_weights(self, block: int) -> None:
-        self.give(self.cursor.on_device.pop(block))
+        """Gives the slot back, unless the block stays in it."""
+        if not self.plan.keeps_weights(block):
+            self.give(self.cursor.on_device.pop(block))
 
     def bring_shared(self) -> None:
         if self.plan.shared is not None:
@@ -281,6 +313,7 @@ class Maker:
                     self.early_update(block, index, gradients)
         if gradients is not None:
             self.give(gradients)
+            self.cursor.apart.add(block)
         self.release_weights(block)
 
     def reduce(self, block: int, gradients: Resource | None) -> None:
@@ -344,7 +377,14 @@ class Maker:
         self.load(block, index, update, with_weight=fetched_once)
         self.download(block, index, gradients, _part("gradient", update), weight_to=update)
         self.update(block, index, _part("gradient", update), update)
+        self.renew(block, index, update)
         self.give(update)
+
+    def renew(self, block: int, index: int, update: Resource, *, tentative: bool = False) -> None:
+        """The new weights of a chunk take the place of those that stay on the device. On a lane of its own: uploads
+        that compute waits for soon do not stand behind an update."""
+        if self.plan.keeps_weights(block):
+            self.to_device(Kind.RENEW, block, index, update, tentative=tentative)
 
     def tentative_update(self, block: int, index: int, gradients: Resource) -> None:
         """An update before the norm is known. The gradient is kept, in case the step is clipped after all."""
@@ -359,6 +399,7 @@ class Maker:
             nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.gradient_bytes
             self.add(Kind.SPILL_GRADIENT, block, index, [gradient], [kept], nbytes)
         self.update(block, index, gradient, update, tentative=True)
+        self.renew(block, index, update, tentative=True)
         self.give(update)
         self.cursor.tentative.add((block, index))
 
@@ -368,7 +409,10 @@ class Maker:
         slot = self.cursor.preloaded.pop((block, index), None)
         update: Resource = self.take("update") if slot is None else ("update", slot)
         if slot is None:
-            self.load(block, index, update, with_weight=True)
+            self.load(block, index, update, with_weight=not self.is_on_device(block, index))
+        if self.is_on_device(block, index) and self.plan.homes[block][index].weight is Home.SSD:
+            nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.weight_bytes
+            self.add(Kind.TAKE, block, index, [self.part_on_device(block, index)], [_part("weight", update)], nbytes)
         gradient: Resource = ("kept", block, index)
         if self.plan.homes[block][index].gradient is Home.SSD:
             nbytes = self.plan.blocks[block].chunks[index].num_params * self.plan.precision.gradient_bytes
@@ -388,10 +432,11 @@ class Maker:
             for index, home in enumerate(homes):
                 if len(free) <= 1:
                     break
-                on_ssd = Home.SSD in (home.weight, home.state)
+                with_weight = not self.is_on_device(block, index)
+                on_ssd = self.ssd_bytes(block, index, with_weight) > 0
                 if home.late and on_ssd and (block, index) not in self.cursor.preloaded:
                     update = self.take("update")
-                    self.load(block, index, update, with_weight=True)
+                    self.load(block, index, update, with_weight=with_weight)
                     self.cursor.preloaded[block, index] = int(update[-1])
         self.ahead = False
 
@@ -418,7 +463,8 @@ class Maker:
         from_device = weight_to is not None and on_ssd and not is_fetched_once(self.plan.blocks, block)
         if from_device:
             assert weight_to is not None
-            reads.append(self.cursor.on_device[block])
+            kept = self.plan.keeps_weights(block)
+            reads.append(self.part_on_device(block, index) if kept else self.cursor.on_device[block])
             writes.append(_part("weight", weight_to))
             nbytes += chunk.num_params * self.plan.precision.weight_bytes
         self.add(Kind.DOWNLOAD, block, index, reads, writes, nbytes, whole=from_device)

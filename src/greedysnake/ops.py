@@ -21,10 +21,12 @@ class Lane(Enum):
 
     COMPUTE = "compute"
     UPLOAD = "h2d.weights"
+    RENEW = "h2d.updates"
     GATHER = "net.weights"
     REDUCE = "net.gradients"
     FETCH = "h2d.activations"
     DOWNLOAD = "d2h.gradients"
+    TAKE = "d2h.weights"
     PARK = "d2h.activations"
     READ = "ssd_read.weights"
     LOAD = "ssd_read.state"
@@ -63,9 +65,11 @@ class Kind(Enum):
     EVALUATE = "E"
     READ_WEIGHTS = "R"
     UPLOAD = "U"
+    RENEW = "V"
     GATHER = "I"
     REDUCE = "O"
     DOWNLOAD = "D"
+    TAKE = "T"
     LOAD_STATE = "S"
     UPDATE = "A"
     WRITE = "W"
@@ -87,9 +91,11 @@ LANES = {
     Kind.EVALUATE: Lane.COMPUTE,
     Kind.READ_WEIGHTS: Lane.READ,
     Kind.UPLOAD: Lane.UPLOAD,
+    Kind.RENEW: Lane.RENEW,
     Kind.GATHER: Lane.GATHER,
     Kind.REDUCE: Lane.REDUCE,
     Kind.DOWNLOAD: Lane.DOWNLOAD,
+    Kind.TAKE: Lane.TAKE,
     Kind.LOAD_STATE: Lane.LOAD,
     Kind.UPDATE: Lane.CPU,
     Kind.WRITE: Lane.WRITE,
@@ -131,7 +137,7 @@ class Op:
     ahead: bool = False
     """Done at the end of a step for the next one, to which its bytes belong."""
     tentative: bool = False
-    """A, W: before the norm is known, as if nothing were clipped; counts only when the step is confirmed."""
+    """A, W, V: before the norm is known, as if nothing were clipped; counts only when the step is confirmed."""
 
     @property
     def lane(self) -> Lane:
@@ -205,12 +211,13 @@ class Plan:
         return any(home.tentative for homes in self.homes for home in homes)
 
     def keeps_weights(self, block: int) -> bool:
-        """Whether a block's weights stay on the device from forward to backward."""
-        return self.blocks[block].pool == "kept" and block >= self.lowest
+        """Whether a block's weights stay on the device, in a slot of their own, where each update renews them."""
+        return self.blocks[block].pool == "kept"
 
     def keeps_graph(self, block: int) -> bool:
-        """Whether its whole graph does."""
-        return self.keeps_weights(block) and block in last_layers(self.blocks, self.placement.graphs_device)
+        """Whether its whole autograd graph stays there from forward to backward."""
+        in_backward = self.keeps_weights(block) and block >= self.lowest
+        return in_backward and block in last_layers(self.blocks, self.placement.graphs_device)
 
     def gradient_pool(self, block: int) -> str:
         pool = self.blocks[block].pool
@@ -271,6 +278,10 @@ class Cursor:
         }
         self.on_device: dict[int, Resource] = {}
         """Blocks whose weights are on the device, or on their way."""
+        self.outdated: set[tuple[int, int]] = set()
+        """Chunks of these that are not there, or not any more as they should be."""
+        self.apart: set[int] = set()
+        """Those of which the other ranks' parts are not there, or were before their update."""
         self.pending: set[tuple[int, int]] = set()
         """Chunks whose update is still to be done. All are of the last step, whose verdict stays in force until they
         have read it."""
@@ -284,8 +295,9 @@ class Cursor:
         self.tentative.clear()
 
     def revoke(self) -> None:
-        """It was: they are still to be done, from the state before them."""
+        """It was: they are still to be done, from the state before them, which the device does not have any more."""
         self.pending |= self.tentative
+        self.outdated |= {key for key in self.tentative if key[0] in self.on_device}
         self.tentative.clear()
 
     def copy(self) -> Cursor:
@@ -293,6 +305,8 @@ class Cursor:
         other = copy(self)
         other.free = {key: deque(slots) for key, slots in self.free.items()}
         other.on_device = dict(self.on_device)
+        other.outdated = set(self.outdated)
+        other.apart = set(self.apart)
         other.pending = set(self.pending)
         other.preloaded = dict(self.preloaded)
         other.tentative = set(self.tentative)

@@ -36,10 +36,10 @@ class Placement:
     lowered when the RAM budget is too small."""
     graphs_device: float = 0.0
     """Share of the layers, from the last one down, whose whole autograd graph stays on the device from forward to
-    backward: nothing of them is computed twice, and their weights are fetched once."""
+    backward: nothing of them is computed twice. Their weights stay there for good."""
     weights_device: float = 0.0
-    """Share of the layers, from the last one down, whose weights stay on the device from forward to backward and are
-    fetched once."""
+    """Share of the layers, from the last one down, whose weights stay on the device: each update renews them there, and
+    writes them to their home, from where they are never fetched again."""
 
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
@@ -117,7 +117,7 @@ def chunk_homes(
             "without a storage directory no activation can live there: raise placement.activations_ram to "
             f"{1.0 - placement.activations_device:g}, or give a directory"
         )
-    weight_in_ram = _ram_flags(blocks, placement.weights_ram)
+    weight_in_ram = _ram_flags(blocks, placement.weights_ram, least_wanted="kept")
     state_in_ram = _ram_flags(blocks, placement.optimizer_ram)
     trainable = [chunk.trainable for block in blocks for chunk in block.chunks]
     late_by_choice = _late_flags(blocks, alpha, weight_in_ram)
@@ -223,16 +223,20 @@ FIRST_BLOCKS = 2
 """How many blocks get RAM before it is spread evenly: they are needed right after the step boundary."""
 
 
-def _ram_flags(blocks: Sequence[BlockShape], share: float) -> list[bool]:
+def _ram_flags(blocks: Sequence[BlockShape], share: float, *, least_wanted: str = "") -> list[bool]:
     """One flag per chunk, in block order: lives in RAM. Parameters that blocks share come first: they are updated last
-    in a step, and the next one starts with them."""
+    in a step, and the next one starts with them. Blocks of the pool that is `least_wanted` come after all others."""
     num_compute = num_compute_blocks(blocks)
     numbers = [number for number, block in enumerate(blocks) for _ in block.chunks]
-    shared = [i for i, number in enumerate(numbers) if number >= num_compute]
-    first = [i for i, number in enumerate(numbers) if number < min(FIRST_BLOCKS, num_compute)]
-    rest = [i for i, number in enumerate(numbers) if FIRST_BLOCKS <= number < num_compute]
     wanted = round(len(numbers) * share)
-    return _flags(len(numbers), (shared + first)[:wanted], rest, wanted)
+    last = [i for i, number in enumerate(numbers) if blocks[number].pool == least_wanted]
+    places = [i for i, number in enumerate(numbers) if blocks[number].pool != least_wanted]
+    shared = [i for i in places if numbers[i] >= num_compute]
+    first = shared + [i for i in places if numbers[i] < min(FIRST_BLOCKS, num_compute)]
+    rest = [i for i in places if FIRST_BLOCKS <= numbers[i] < num_compute]
+    if wanted > len(places):
+        first, rest = first + rest, last
+    return _flags(len(numbers), first[:wanted], rest, wanted)
 
 
 def _flags(count: int, first: Sequence[int], rest: Sequence[int], wanted: int) -> list[bool]:

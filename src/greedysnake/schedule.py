@@ -25,8 +25,7 @@ def vertical(plan: Plan, cursor: Cursor, num_micro_batches: int) -> list[Op]:
         make.bring(block)
         for position, index in enumerate(snake(block, num_micro_batches)):
             make.forward(block, index, position)
-        if not plan.keeps_weights(block):
-            make.release_weights(block)
+        make.release_weights(block)
     for block in range(last, plan.lowest - 1, -1):
         make.bring(block)
         if block == last:
@@ -107,7 +106,10 @@ def flush(plan: Plan, cursor: Cursor) -> list[Op]:
     """Does every pending late update, without a forward."""
     make = Maker(plan, cursor, 0)
     for block, chunk in sorted(cursor.pending):
-        make.give(make.late_update(block, chunk))
+        update = make.late_update(block, chunk)
+        if plan.keeps_weights(block):
+            make.upload(block, chunk, update)
+        make.give(update)
     return make.ops
 
 

@@ -121,7 +121,7 @@ class BlockShape:
     """Those of the rank at hand; the device holds the whole block."""
     pool: str
     """Blocks of one pool take turns in the same device slots: "layers", "ends", "shared"
-    (never leaves), or "kept" (stays from forward to backward)."""
+    (stays from a step's first to its last use), or "kept" (never leaves)."""
     num_ranks: int = 1
     """How many ranks hold as much of it."""
 

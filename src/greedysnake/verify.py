@@ -104,7 +104,8 @@ def step_ssd_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -
     reads its weight a second time. All on SSD that is 26 B per trainable parameter (bf16; 28 in fp32) for any
     number of micro-batches and any alpha; with clipping 24 for the last block and the shared parameters.
     Horizontally the 2 weight reads of a block become 2M. A spilled gradient adds 4 B each way, that of a tentative
-    update only where it is written. A tentative update is an early one otherwise.
+    update only where it is written. A tentative update is an early one otherwise. A weight that stays on the device
+    is never read.
     """
     read = write = 0
     for block, index in chunks_of(plan):
@@ -127,12 +128,16 @@ def step_device_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical"
     up = down = 0
     for block, index in chunks_of(plan):
         chunk, home = plan.blocks[block].chunks[index], plan.homes[block][index]
-        up += chunk.num_params * plan.precision.weight_bytes * num_passes(plan, block, num_micro_batches, kind)
+        num_uploads = num_passes(plan, block, num_micro_batches, kind)
+        if plan.keeps_weights(block):
+            num_uploads = int(chunk.trainable)
+        up += chunk.num_params * plan.precision.weight_bytes * num_uploads
         if chunk.trainable:
             num_downloads = 1 if kind == "vertical" or block == plan.shared else num_micro_batches
             down += chunk.num_params * plan.precision.gradient_bytes * num_downloads
             waits = home.late and not (plan.tentative and home.tentative)
-            if not waits and home.weight is Home.SSD and not is_fetched_once(plan.blocks, block):
+            from_device = plan.keeps_weights(block) or not (waits or is_fetched_once(plan.blocks, block))
+            if home.weight is Home.SSD and from_device:
                 down += chunk.num_params * plan.precision.weight_bytes
     return up, down
 
@@ -143,7 +148,10 @@ def step_net_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -
     weights = gradients = 0
     for block, shape in enumerate(plan.blocks):
         missing = shape.num_params - shape.num_own
-        weights += missing * plan.precision.weight_bytes * num_passes(plan, block, num_micro_batches, kind)
+        num_gathers = num_passes(plan, block, num_micro_batches, kind)
+        if plan.keeps_weights(block):
+            num_gathers = int(shape.num_trainable > 0)
+        weights += missing * plan.precision.weight_bytes * num_gathers
         num_sums = 1 if kind == "vertical" or block == plan.shared else num_micro_batches
         others = shape.num_trainable - shape.num_trainable // plan.num_ranks
         gradients += others * plan.precision.gradient_bytes * num_sums
@@ -151,17 +159,18 @@ def step_net_bytes(plan: Plan, num_micro_batches: int, kind: str = "vertical") -
 
 
 def num_passes(plan: Plan, block: int, num_micro_batches: int, kind: str) -> int:
-    """How often a listing brings a block's weights to the device."""
-    if kind in ("flush", "ahead"):
+    """How often a listing brings a block's weights to the device: those that stay, not at all."""
+    if kind in ("flush", "ahead") or plan.keeps_weights(block):
         return 0
     if block == plan.shared:
         return 1
-    runs_twice = kind != "evaluation" and plan.lowest <= block < plan.num_compute - 1 and not plan.keeps_weights(block)
+    runs_twice = kind != "evaluation" and plan.lowest <= block < plan.num_compute - 1
     return (2 if runs_twice else 1) * (num_micro_batches if kind == "horizontal" else 1)
 
 
 def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
-    """What a listing did ahead belongs to the next one that runs blocks. Uploads are counted in every listing,
+    """What a listing did ahead belongs to the next one that runs blocks. Uploads are counted in every listing, but for
+    blocks that stay on the device, of which no chunk is brought that is there (contents.py);
     bytes in those that train right after another that trained: the steady state."""
     ahead: list[Op] = []
     previous = Listing("start", 0, ())
@@ -172,13 +181,15 @@ def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
             continue
         before, previous = previous, listing
         if listing.kind == "flush":
-            if any(op.kind is Kind.UPLOAD for op in listing.ops):
+            if any(op.kind is Kind.UPLOAD and not plan.keeps_weights(op.block) for op in listing.ops):
                 raise VerifyError("flush uploads weights, which nothing in it uses")
             ahead += [op for op in listing.ops if op.ahead]
             continue
         ops, ahead = ahead + own, [op for op in listing.ops if op.ahead]
         uploads = Counter((op.block, op.index) for op in ops if op.kind is Kind.UPLOAD)
         for block, index in chunks_of(plan):
+            if plan.keeps_weights(block):
+                continue
             wanted = num_passes(plan, block, listing.num_micro_batches, listing.kind)
             if uploads[block, index] != wanted:
                 raise VerifyError(f"U{block}.{index} runs {uploads[block, index]} times, once per pass is {wanted}")
@@ -191,7 +202,8 @@ def _check_traffic(plan: Plan, listings: Sequence[Listing]) -> None:
         for op in ops:
             moved[op.lane] += op.nbytes
         found = (
-            *(moved[Lane.READ] + moved[Lane.LOAD], moved[Lane.WRITE], moved[Lane.UPLOAD], moved[Lane.DOWNLOAD]),
+            *(moved[Lane.READ] + moved[Lane.LOAD], moved[Lane.WRITE]),
+            *(moved[Lane.UPLOAD] + moved[Lane.RENEW], moved[Lane.DOWNLOAD] + moved[Lane.TAKE]),
             *(moved[Lane.GATHER], moved[Lane.REDUCE]),
         )
         as_run = replace(plan, tentative=tentative[0])

@@ -60,10 +60,8 @@ def test_a_step_that_only_stores_takes_what_its_bytes_need() -> None:
 
 
 def test_a_kept_graph_is_not_computed_again() -> None:
-    placement = Placement(graphs_device=1.0)
-    plan = make_plan(5, placement=placement)
-    kept = replace(plan, blocks=tuple(replace(b, pool="kept") if b.pool == "layers" else b for b in plan.blocks))
-    step_s = [forecast(each, costs_of(each, INSTANT, 1.0, 3.0), 4).step_s for each in (plan, kept)]
+    plans = [make_plan(5, placement=Placement(graphs_device=share)) for share in (0.0, 1.0)]
+    step_s = [forecast(plan, costs_of(plan, INSTANT, 1.0, 3.0), 4).step_s for plan in plans]
     assert step_s[0] - step_s[1] == pytest.approx(4 * 3 * 1.0)  # micro-batches, layers, forward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,25 @@ def test_what_is_on_the_device_leaves_its_ram_to_state() -> None:
     assert after.homes["activations"].get(Home.RAM, 0) == 0 < before.homes["activations"][Home.RAM]
     assert after.homes["optimizer state"][Home.RAM] > before.homes["optimizer state"].get(Home.RAM, 0)
     assert after.step_ssd_bytes < before.step_ssd_bytes
+
+
+def test_weights_that_stay_on_the_device_get_ram_last() -> None:
+    given = gs.Placement(weights_device=0.5)
+    seen = set()
+    for ram in range(1 << 20, 6 << 20, 1 << 17):
+        found = plan(ram, placement=given).plan
+        kept, fetched = (
+            {home.weight for b, homes in enumerate(found.homes) for home in homes if found.keeps_weights(b) == keeps}
+            for keeps in (True, False)
+        )
+        if Home.RAM in kept:
+            assert fetched == {Home.RAM}
+            counts = [len(block.chunks) for block in found.blocks]
+            num_fetched = sum(n for number, n in enumerate(counts) if not found.keeps_weights(number))
+            without = plan(ram, placement=replace(given, weights_ram=num_fetched / sum(counts))).plan
+            assert found.placement.optimizer_ram == without.placement.optimizer_ram
+        seen.add((Home.RAM in kept, found.placement.optimizer_ram))
+    assert {(False, 0.0), (True, 1.0)} < seen
 
 
 def test_shares_on_the_device_that_were_set_stay() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from greedysnake.ops import Kind, Op
+from greedysnake.ops import Kind, Op, Resource
 from greedysnake.placement import Home
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.compute import Compute
@@ -49,9 +49,11 @@ class Actions:
             Kind.EVALUATE: compute.evaluate,
             Kind.READ_WEIGHTS: self.read_weights,
             Kind.UPLOAD: self.upload,
+            Kind.RENEW: self.upload,
             Kind.GATHER: self.gather,
             Kind.REDUCE: self.reduce,
             Kind.DOWNLOAD: self.download,
+            Kind.TAKE: self.take,
             Kind.LOAD_STATE: self.load_state,
             Kind.UPDATE: updates.update,
             Kind.WRITE: self.write,
@@ -111,7 +113,18 @@ class Actions:
     def upload(self, op: Op, context: StepContext) -> int:
         chunk = self._buffers.chunk(op)
         target = self._buffers.weights(op.writes[0])[chunk.start : chunk.start + chunk.num_params]
-        return self._copy(target.view(torch.uint8), self._buffers.weight_source(op.reads[0], op), op.nbytes)
+        source = self._buffers.weight_source(op.reads[0], op, context)
+        return self._copy(target.view(torch.uint8), source, op.nbytes)
+
+    def take(self, op: Op, context: StepContext) -> int:
+        return self._weight_to_host(op, op.reads[0], op.writes[0])
+
+    def _weight_to_host(self, op: Op, source: Resource, target: Resource) -> int:
+        """From the device to where an update needs it."""
+        chunk = self._buffers.chunk(op)
+        weight = self._buffers.weights(source)[chunk.start : chunk.start + chunk.num_params]
+        nbytes = chunk.num_params * self._buffers.plan.precision.weight_bytes
+        return self._copy(self._buffers.update_slot(target, op), weight.view(torch.uint8), nbytes)
 
     def gather(self, op: Op, context: StepContext) -> int:
         """Of the trainable and of the frozen part of a block every rank holds a range."""
@@ -140,9 +153,7 @@ class Actions:
         if op.index == 0 and not plan.clipping:
             self._updates.take_largest(op.block)
         if op.whole:
-            weight = self._buffers.weights(op.reads[1])[part]
-            update = self._buffers.update_slot(op.writes[1], op)
-            self._copy(update, weight.view(torch.uint8), chunk.num_params * plan.precision.weight_bytes)
+            self._weight_to_host(op, op.reads[1], op.writes[1])
         return op.nbytes
 
     def spill_gradient(self, op: Op, context: StepContext) -> Wait:

@@ -41,17 +41,19 @@ class Buffers:
     # On the device, for a whole block
 
     def weights(self, resource: Resource) -> torch.Tensor:
-        return self.device.weights[str(resource[1]), slot_number(resource)]
+        """The slot, also of a part of one."""
+        return self.device.weights[str(resource[1]), int(resource[2])]
 
     def gradients(self, resource: Resource) -> torch.Tensor:
         return self.device.gradients[str(resource[1]), slot_number(resource)]
 
     # On the host, for a chunk, as bytes
 
-    def weight_source(self, resource: Resource, op: Op) -> torch.Tensor:
+    def weight_source(self, resource: Resource, op: Op, context: StepContext) -> torch.Tensor:
         """What a chunk's weights are uploaded from."""
         if resource[0] == "ram":
-            return self.host.weights[op.block, op.index]
+            key = op.block, op.index
+            return context.tentative[key][1] if op.tentative else self.host.weights[key]
         if resource[0] == "staging":
             return self.host.staging[slot_number(resource)]
         return self.update_slot(resource, op)

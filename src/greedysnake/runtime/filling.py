@@ -19,7 +19,8 @@ PARTS = 256
 """What a share is tried in, unless it has parts of its own."""
 ORDER = ("weights_ram", "activations_ram", "optimizer_ram")
 """A byte of RAM saves three bytes of SSD traffic in every step when it holds weights, and two for activations,
-gradients that wait for a late update, or optimizer state. The gradients get theirs before the optimizer state."""
+gradients that wait for a late update, or optimizer state. The gradients get theirs before the optimizer state. Weights
+that stay on the device come last: they are only written, so that a byte of RAM saves one."""
 
 
 def fill_ram(
@@ -41,15 +42,25 @@ def fill_ram(
     if _needed(make_plan(chosen, more), num_micro_batches, activation_bytes, late=False) <= ram:
         slots = more  # else the shares that stay as they are leave no room for more
 
-    def needed(name: str, share: float) -> int:
+    def needed(name: str, share: float, late: bool) -> int:
         plan = make_plan(replace(chosen, **{name: share}), slots)
-        return _needed(plan, num_micro_batches, activation_bytes, late=name == "optimizer_ram")
+        return _needed(plan, num_micro_batches, activation_bytes, late=late)
 
-    for name in free:
-        most = default.activations_ram if name == "activations_ram" else 1.0
-        share = _largest_share(lambda tried, name=name, most=most: needed(name, most * tried) <= ram)  # type: ignore[misc]
-        chosen = replace(chosen, **{name: most * share})
+    most = {"activations_ram": default.activations_ram, "weights_ram": _share_fetched(make_plan(chosen, slots))}
+    passes = [(name, most.get(name, 1.0), name == "optimizer_ram") for name in free]
+    if "weights_ram" in free and most["weights_ram"] < 1.0:
+        passes.append(("weights_ram", 1.0, True))
+    for name, limit, late in passes:
+        tries = partial(needed, name, late=late)
+        share = limit * _largest_share(lambda tried, tries=tries, limit=limit: tries(limit * tried) <= ram)  # type: ignore[misc]
+        chosen = replace(chosen, **{name: max(getattr(chosen, name), share)})
     return make_plan(chosen, slots)
+
+
+def _share_fetched(plan: Plan) -> float:
+    """Of the chunks, those whose weights do not stay on the device."""
+    fetched = [not plan.keeps_weights(number) for number, block in enumerate(plan.blocks) for _ in block.chunks]
+    return sum(fetched) / len(fetched)
 
 
 def fill_device(
@@ -61,7 +72,7 @@ def fill_device(
     activation_bytes: int,
 ) -> Placement:
     """The placement with as much on the device as fits into `vram`: activations first, which leave their RAM to state,
-    then weights of the last layers, which are then fetched once. Shares that are not 0 stay, and count."""
+    then weights of the last layers, which are then fetched no more. Shares that are not 0 stay, and count."""
 
     def taken(placement: Placement) -> int:
         return homes_bytes(make_plan(placement), num_micro_batches, activation_bytes)
@@ -77,7 +88,7 @@ def fill_device(
 
 
 def homes_bytes(plan: Plan, num_micro_batches: int, activation_bytes: int) -> int:
-    """What lives on the device from forward to backward: activations, and weights of layers that are kept."""
+    """What lives on the device: activations from forward to backward, and weights of layers that stay."""
     kept = [block.num_params for block in plan.blocks if block.pool == "kept"]
     on_device = plan.count_homes(num_micro_batches)[Home.DEVICE] * page_aligned(activation_bytes)
     return on_device + len(kept) * max(kept, default=0) * plan.precision.weight_bytes
