@@ -275,6 +275,19 @@ def has_open(pid: int, directory: Path) -> bool:
 # Judgements
 
 
+def test_a_signal_while_the_file_is_made_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = os.open
+
+    def make_and_end(path: str | Path, *options: int) -> int:
+        os.close(make(path, *options))
+        raise SystemExit(143)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(os, "open", make_and_end)
+        look_at_drive(tmp_path, phase_s=0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_healthy_machine_has_no_problems() -> None:
     assert list(host_problems(HEALTHY_HOST)) == []
     assert list(drive_problems(HEALTHY_DRIVE)) == []

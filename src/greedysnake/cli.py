@@ -130,6 +130,9 @@ def _file_and_overrides(config: str | None, overrides: list[str] | None) -> tupl
 def train(
     config: ConfigFile = None,
     overrides: Overrides = None,
+    plan_first: Annotated[
+        bool, typer.Option("--plan", help="Before it begins or goes on, plan it, and train as planned.")
+    ] = False,
 ) -> None:
     """Train a model; continue if its output_dir has a checkpoint. Ctrl-C finishes the step, saves and ends.
 
@@ -139,13 +142,25 @@ def train(
 
     settings = load_config(*_file_and_overrides(config, overrides))
     launched = _launched()
+    if plan_first and _is_one_of_several():
+        raise ConfigError(
+            f"--plan is for one process, and WORLD_SIZE is {launched[-1]}: greedysnake plan --ranks {launched[-1]} "
+            "--out FILE first, then train FILE"
+        )
     from rich.console import Console
 
     from greedysnake.launching import Launched, joined
     from greedysnake.trainer import Trainer
 
     with joined(Launched(*launched), settings.engine.device):
-        Trainer(settings, console=Console(soft_wrap=False)).train()
+        console = Console(soft_wrap=False)
+        trainer = Trainer(settings, console=console)
+        if plan_first:  # what cannot be trained was refused just now
+            from greedysnake.preplanning import plan_apart
+
+            _clean_up_when_told_to_end()
+            trainer = Trainer(plan_apart(settings), console=console)
+        trainer.train()
 
 
 @app.command()
@@ -244,8 +259,7 @@ def plan(
 
     from greedysnake.planner import plan_run
     from greedysnake.report.plan_text import as_json as in_json
-    from greedysnake.report.plan_text import machine_text, plan_table, plan_text
-    from greedysnake.report.progress import home_table
+    from greedysnake.report.plan_text import print_plan
     from greedysnake.trace import write_perfetto
 
     _clean_up_when_told_to_end()
@@ -260,15 +274,7 @@ def plan(
     if as_json:
         print(json.dumps(in_json(planned), indent=2))
         return
-    for part in (
-        machine_text(planned.machine, settings),
-        "",
-        home_table(planned.chosen.footprint, planned.chosen.num_ranks),
-        "",
-        plan_table(planned),
-        plan_text(planned),
-    ):
-        console.print(part, highlight=False, soft_wrap=True)
+    print_plan(console, planned, settings)
     if out is not None:
         console.print(f"next: {_train_command(out, ranks)}", highlight=False, soft_wrap=True)
 

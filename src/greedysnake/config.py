@@ -267,6 +267,19 @@ class EngineOptions:
         if len({Path(directory).absolute() for directory in self.storage}) < len(self.storage):
             raise ConfigError("storage names a directory twice: give one directory per drive")
 
+    @property
+    def keeps_on_device(self) -> bool:
+        """Whether it says what stays on the device between uses; a plan does, even if that is nothing."""
+        place = self.placement
+        return bool(
+            self.vram is not None
+            or not self.fill_ram
+            or self.schedule == "horizontal"
+            or place.activations_device
+            or place.weights_device
+            or place.graphs_device
+        )
+
 
 @dataclass(frozen=True)
 class Config:

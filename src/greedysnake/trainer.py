@@ -175,6 +175,7 @@ class Trainer:
             num_ranks=self.prepared.share.num_ranks,
             num_gpus=torch.cuda.device_count() if self.prepared.device == "cuda" else 0,
             moments=training.adam_moments,
+            keeps_on_device=self.config.engine.keeps_on_device,
         )
 
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
-from greedysnake.report.progress import count_text
+from greedysnake.report.progress import count_text, home_table
 from greedysnake.sizes import format_size
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 DAY_S = 86400
 LINKS = (("compute", ("compute",)), ("ssd", ("ssd",)), ("pcie", ("h2d", "d2h")), ("cpu", ("cpu",)))
 """Columns, and the links whose busiest they show."""
+
+
+def print_plan(console: Console, planned: Planned, config: Config, *, with_homes: bool = True) -> None:
+    """`config` is the one that was planned."""
+    homes = [home_table(planned.chosen.footprint, planned.chosen.num_ranks), ""] if with_homes else []
+    for part in (machine_text(planned.machine, config), "", *homes, plan_table(planned), plan_text(planned)):
+        console.print(part, highlight=False, soft_wrap=True)
 
 
 def machine_text(machine: Machine, config: Config) -> str:

@@ -50,6 +50,8 @@ class Prospect:
     num_gpus: int = 0
     """That this host has."""
     moments: str = "float32"
+    keeps_on_device: bool = True
+    """Whether something was said about what stays on the device."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
         f"{'micro-batch' if prospect.num_micro_batches == 1 else 'micro-batches'} of "
         f"{prospect.micro_batch_size} x {prospect.sequence_length}; {steps}"
         + (f", continued from the checkpoint of step {begin}" if begin else ""),
+        *_unused_vram(prospect),
         *_more_gpus(prospect),
     ]
     return "\n".join(lines)
@@ -116,6 +119,14 @@ def _compiling(prospect: Prospect) -> list[str]:
     if prospect.not_compiled is None:
         return ["layers are compiled during the first step, which therefore takes longer"]
     return [f"layers are not compiled: {prospect.not_compiled}"] if prospect.device == "cuda" else []
+
+
+def _unused_vram(prospect: Prospect) -> list[str]:
+    if prospect.device != "cuda" or prospect.keeps_on_device:
+        return []
+    num_ranks = prospect.num_ranks
+    how = "train --plan" if num_ranks == 1 else f"greedysnake plan --ranks {num_ranks}"
+    return [f"activations and weights leave the GPU between their uses: {how} finds out how much of them could stay"]
 
 
 def _more_gpus(prospect: Prospect) -> list[str]:

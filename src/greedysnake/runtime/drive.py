@@ -12,7 +12,7 @@ import mmap
 import os
 import random
 import re
-import tempfile
+import secrets
 import time
 import warnings
 from collections import deque
@@ -113,18 +113,19 @@ def _with_bandwidth(facts: Drive, file: File, phase_s: float) -> Drive:
 
 @contextmanager
 def _nameless_file(engine: IoEngine, directory: Path) -> Iterator[File]:
-    try:
-        fd, name = tempfile.mkstemp(prefix=".greedysnake-doctor-", dir=directory)
-    except OSError as error:
-        code = errno.errorcode.get(error.errno or 0, "unknown")
-        raise StorageError(f"no file can be made there: {error.strerror} ({code})", errno_name=code) from error
-    try:
-        os.close(fd)
+    path = directory / f".greedysnake-doctor-{secrets.token_hex(8)}"
+    try:  # from before it is made: a signal may come at any time
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            code = errno.errorcode.get(error.errno or 0, "unknown")
+            raise StorageError(f"no file can be made there: {error.strerror} ({code})", errno_name=code) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a refusal of O_DIRECT is one of the findings
-            file = engine.open(name)
+            file = engine.open(path)
     finally:
-        os.unlink(name)
+        if path.exists():
+            path.unlink()
     with file:
         yield file
 
