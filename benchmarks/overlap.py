@@ -4,7 +4,7 @@ The drive is the I/O engine's rate limit; the device is blocks that wait instead
 free for the engine. Blocks have parameters, so all bytes flow: read, updated by the real optimizer and written.
 Is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, and one that needs both
 equally as long as either? What do vertical order, weights that stay on the device and moments in fewer bytes gain where
-the drive is the bound, and a late share of the update when both resources are equally busy, and what does exact clipping
+the drive is the bound, and a late share of the update when both are equally busy? And what does exact clipping
 cost then? Beside what was measured stands what the simulator expects of the same schedule.
 """
 
