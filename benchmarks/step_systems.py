@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,11 @@ def greedysnake_model(options: argparse.Namespace) -> Any:
     )
 
 
+def say_step(options: argparse.Namespace, spans: Sequence[float]) -> None:
+    """As it ends: a run that is ended later has shown something."""
+    print(f"{options.worker}: step {len(spans)} of {options.steps}, {spans[-1]:.2f} s", file=sys.stderr, flush=True)
+
+
 def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
     """bf16 weights whose residual makes them fp32 in the optimizer, fp32 gradients, and fp32 moments unless --moments
     says otherwise."""
@@ -177,6 +184,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
             # From end to end: drives and late updates go on between two calls, so that time counts too.
             end_s, after = time.perf_counter(), kernel_io()
             spans.append(end_s - start_s)
+            say_step(options, spans)
             per_step.append(figures_of(result, before, after))
             start_s, before = end_s, after
             records.append(list(engine.records))
@@ -273,6 +281,7 @@ def run_pytorch(options: argparse.Namespace, *, compiled: bool = True, recompute
         optimizer.zero_grad()
         synchronize(options)
         spans.append(time.perf_counter() - start_s)
+        say_step(options, spans)
         losses.append(float(total))
     return {"steps_s": spans, "losses": losses}
 
@@ -310,6 +319,7 @@ def run_deepspeed(options: argparse.Namespace, *, nvme: bool) -> dict[str, Any]:
             total += loss.detach() / len(batches)
         synchronize(options)
         spans.append(time.perf_counter() - start_s)
+        say_step(options, spans)
         after = kernel_io()
         per_step.append({"ssd_read_bytes": after[0] - before[0], "ssd_write_bytes": after[1] - before[1]})
         losses.append(float(total))

@@ -60,6 +60,11 @@ def test_a_failed_system_is_said_in_one_sentence_and_the_others_are_measured() -
     assert process.returncode == 1, errors
     found = json.loads(output)
     assert found["options"]["layers"] == 2 and found["num_params"] == step_systems.count_params(options_of())
+    for name in ("pytorch", "greedysnake"):
+        assert [line.split(",")[0] for line in errors.splitlines() if line.startswith(f"{name}: ")] == [
+            f"{name}: step 1 of 2",
+            f"{name}: step 2 of 2",
+        ]
     torch_row, zero_row, our_row = found["rows"]
     if importlib.util.find_spec("deepspeed") is None:
         assert zero_row["failed"] == "deepspeed is not installed: pip install deepspeed"
