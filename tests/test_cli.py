@@ -72,6 +72,22 @@ def test_errors_made_for_people_are_one_sentence_and_exit_code_two(
         cli.main()
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, cli.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_torchs_threads_do_not_wait_at_the_cost_of_others(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli, "app", lambda **_: None)
+    cli.main()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 def test_a_module_that_was_not_built_is_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,6 +140,19 @@ def test_weights_are_kept_where_graphs_are_and_where_asked() -> None:
     assert [block.pool for block in blocks] == ["layers", "layers", "kept", "kept", "kept", "layers"]
 
 
+def test_ram_goes_to_weights_that_stay_on_the_device_last_and_last_of_all_to_frozen_ones() -> None:
+    blocks = [block_shape(f"block {index}", GRANULE, GRANULE, GRANULE, "layers") for index in range(6)]
+    blocks = keep_on_device(blocks, Placement(weights_device=0.5))
+    assert [block.pool for block in blocks] == ["layers", "layers", "layers", "kept", "kept", "layers"]
+    found = {}
+    for count in (4, 10):
+        homes = chunk_homes(blocks, Placement(weights_ram=count / 12), alpha=0, clipping=False)
+        found[count] = [[home.weight is Home.RAM for home in block] for block in homes]
+        assert sum(map(sum, found[count])) == count
+    assert not any(map(any, found[4][3:5]))
+    assert found[10][3:5] == [[True, False], [True, False]]
+
+
 def test_ram_bytes_counts_what_stays() -> None:
     blocks = make_blocks(2, 1)
     placement = Placement(weights_ram=1, optimizer_ram=0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from families import EXPERTS, MIXED, SIZES
 from greedysnake import cli, planner, settings
 from greedysnake.config import load_config
 from greedysnake.errors import ConfigError, PlanError, StorageError
+from greedysnake.locks import locked
 from greedysnake.planner import Machine, Planned, plan_run
 from greedysnake.planning.costs import BlockTimes, Rates
 from greedysnake.preparation import prepare
-from greedysnake.report.plan_text import plan_table, plan_text
+from greedysnake.report.plan_text import plan_table, plan_text, print_plan
+from greedysnake.runtime.directory import TRIAL
 from greedysnake.runtime.drive import Bandwidth, Drive
 from greedysnake.runtime.engine import Engine
 from training import everything_in, train, values_in
@@ -35,6 +38,37 @@ def known_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         planner, "look_at_drive", lambda path: Drive(str(path), exists=True, device_number=1, bandwidth=FAST)
     )
+
+
+def test_what_a_killed_planning_left_is_taken_away_by_the_next(tmp_path: Path) -> None:
+    left, in_use, just_made = (tmp_path / f"{TRIAL}{name}" for name in ("left", "in_use", "just_made"))
+    for folder in (left, in_use, just_made):
+        folder.mkdir()
+        (folder / "extents").write_bytes(b"x")
+        if folder != just_made:
+            os.utime(folder, (1, 1))
+    with locked(in_use):
+        plan(values_in(tmp_path))
+        assert not left.exists() and in_use.exists() and just_made.exists()
+
+
+def test_ram_that_a_plan_may_not_use_is_named(tmp_path: Path) -> None:
+    values = with_engine(values_in(tmp_path), fill_ram=True, ram="700KiB")
+    assert hint_of(values) == []
+    planned = plan(values)
+    again = replace(planned.chosen.config, engine=replace(planned.chosen.config.engine, ram="4MiB"))
+    (hint,) = hint_of(settings.plain(again))
+    assert "of engine.ram are not used" in hint
+    filled = with_engine(settings.plain(again), fill_ram=True, placement={})
+    assert hint_of(filled) == [] and plan(filled).chosen.footprint.ram_bytes > planned.chosen.footprint.ram_bytes
+
+
+def hint_of(values: Values) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(console, plan(values), load_config(values))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return [line for line in file.getvalue().splitlines() if "engine.fill_ram=true" in line]
 
 
 def quiet(text: str) -> None:

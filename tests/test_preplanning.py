@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,12 @@ from pathlib import Path
 import pytest
 
 import greedysnake as gs
-from greedysnake import settings
+from greedysnake import errors, preplanning, settings
 from greedysnake.config import load_config
 from greedysnake.errors import PlanError
 from greedysnake.preplanning import plan_apart
 from greedysnake.report.progress import prospect_text
+from greedysnake.runs import one_at_a_time
 from training import Run, curve, everything_in, quiet, values_in
 
 
@@ -69,11 +72,26 @@ def test_what_planning_refuses_comes_back(tmp_path: Path) -> None:
         plan_apart(load_config(values))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.OpError("out of memory", op="F1.0"),
+        errors.StorageError("a full drive", path="/x", errno_name="ENOSPC"),
+        errors.RankError("rank 1 is gone", is_gone=True),
+    ],
+)
+def test_every_error_reaches_another_process_whole(error: errors.GreedySnakeError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+
+
 @contextmanager
 def planning(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A training whose planning is under way, and the process that plans."""
+    """A training whose planning is under way, in a process group of its own, and the process that plans."""
     command = [sys.executable, "-m", "greedysnake", "train", str(write(tmp_path, 4)), "--plan"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().startswith("measuring")
@@ -96,15 +114,43 @@ def is_gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_both_and_leaves_nothing_behind(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def left_in(folder: Path) -> set[tuple[str, ...]]:
+    return {Path(path).relative_to(folder).parts[:2] for path in everything_in(folder)}
+
+
+NOTHING = {("rows.jsonl",), ("train.yaml",), ("run",), ("run", "data")}
+"""But for the data, tokenised."""
+
+
+@pytest.mark.parametrize(
+    ("tell", "number", "code"),
+    [
+        (os.kill, signal.SIGTERM, 143),
+        (os.kill, signal.SIGINT, 130),
+        (os.killpg, signal.SIGINT, 130),  # as a terminal does it
+        (os.killpg, signal.SIGTERM, 143),
+        (os.killpg, signal.SIGHUP, 129),
+    ],
+)
+def test_a_signal_ends_both_and_leaves_nothing_behind(
+    tell: Callable[[int, int], None], number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     with planning(tmp_path) as (process, planner):
-        os.kill(process.pid, number)
-        process.communicate(timeout=60)
-        assert process.returncode == code
+        time.sleep(1.0)  # into the short training, about
+        tell(process.pid, number)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (code, "")
         assert is_gone(planner)
-    left = {Path(path).relative_to(tmp_path).parts[:2] for path in everything_in(tmp_path)}
-    assert left <= {("rows.jsonl",), ("train.yaml",), ("run",), ("run", "data")}
+    assert left_in(tmp_path) <= NOTHING
+
+
+def test_planning_ends_with_a_training_that_is_killed(tmp_path: Path) -> None:
+    with planning(tmp_path) as (process, planner):
+        process.kill()
+        _, errors = process.communicate(timeout=60)  # the planner has the same pipe
+        assert errors == ""
+        assert is_gone(planner)
+    assert left_in(tmp_path) <= NOTHING
 
 
 def test_a_planning_that_is_killed_is_one_sentence(tmp_path: Path) -> None:
@@ -115,6 +161,52 @@ def test_a_planning_that_is_killed_is_one_sentence(tmp_path: Path) -> None:
     assert error == (
         "greedysnake: planning was ended by SIGKILL: train without --plan, or see why with greedysnake plan\n"
     )
+
+
+def test_being_told_to_end_twice_at_once_is_being_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending = preplanning._Ending()
+    with pytest.raises(SystemExit, match="143"):
+        ending(signal.SIGTERM, None)
+    ending(signal.SIGTERM, None)
+    monkeypatch.setattr(preplanning, "PATIENCE_S", 0.0)
+    with pytest.raises(SystemExit, match="143"):
+        ending(signal.SIGTERM, None)
+
+
+def test_a_planning_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preplanning, "PATIENCE_S", 0.01)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    preplanning._end(process)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_run_that_is_done_is_not_planned(tmp_path: Path, run: Run) -> None:
+    path = write(tmp_path, 2)
+    gs.Trainer(path, console=quiet()).train()
+    code, shown, _ = run("train", path, "--plan")
+    assert code == 0 and "measuring" not in shown and "2 of 2 steps done" in shown
+
+
+def test_a_run_that_another_training_has_is_refused_before_it_is_planned(tmp_path: Path, run: Run) -> None:
+    path = write(tmp_path, 2)
+    (tmp_path / "run").mkdir()
+    with one_at_a_time(tmp_path / "run"):
+        code, shown, error = run("train", path, "--plan")
+    assert code == 2 and "a training is under way" in error and "measuring" not in shown
+
+
+def test_it_trains_on_when_nobody_reads_what_is_planned(tmp_path: Path) -> None:
+    with planning(tmp_path) as (process, _):
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert (process.wait(), errors) == (0, "")
+    assert len(curve(tmp_path / "run")) == 4
 
 
 @pytest.mark.parametrize(

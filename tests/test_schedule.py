@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -326,6 +326,11 @@ BROKEN = {
         "vertical",
         3,
     ),
+    "kept, state in RAM": (
+        make_plan(4, chunks=(1, 1), alpha=0.5, placement=Placement(optimizer_ram=1, weights_device=1)),
+        "vertical",
+        2,
+    ),
     "kept and clipped": (
         make_plan(4, clipping=True, placement=Placement(0.3, weights_device=1), slots=Slots(2), num_ranks=2),
         "vertical",
@@ -385,6 +390,53 @@ def test_a_stale_weight_is_named_in_the_message() -> None:
     ops = tuple(op for op in listings[0].ops if str(op) != "A1.0")
     with pytest.raises(VerifyError, match=r"W1\.0|U1\.0|A1\.0"):
         verify(plan, [replace(listings[0], ops=ops), listings[1]])
+
+
+def writes_come_first(ops: list[Op]) -> list[Op]:
+    """Each W of block 1 before the update whose weight it should write."""
+    for update in [op for op in ops if op.kind is Kind.UPDATE and op.block == 1]:
+        write = next(op for op in ops if op.kind is Kind.WRITE and (op.block, op.index) == (1, update.index))
+        ops.remove(write)
+        ops.insert(ops.index(update), write)
+    return ops
+
+
+def no_writes(ops: list[Op]) -> list[Op]:
+    return [op for op in ops if op.kind is not Kind.WRITE or op.block not in (1, 2)]
+
+
+@pytest.mark.parametrize("change", [writes_come_first, no_writes])
+@pytest.mark.parametrize("target", [0, 2])
+def test_the_home_of_a_weight_that_stays_on_the_device_is_renewed_too(
+    change: Callable[[list[Op]], list[Op]], target: int
+) -> None:
+    plan = make_plan(4, chunks=(1, 1), alpha=0.5, placement=Placement(optimizer_ram=1, weights_device=1))
+    listings = make_listings(plan, [("vertical", 2), ("evaluation", 2), ("vertical", 2), ("flush", 0)])
+    verify(plan, listings)
+    listings[target] = replace(listings[target], ops=tuple(change(list(listings[target].ops))))
+    with pytest.raises(VerifyError):
+        verify(plan, listings)
+
+
+def test_what_a_revoked_update_left_in_a_slot_is_nobodys_weight() -> None:
+    placement = Placement(0.7, weights_device=1)
+    plan = make_plan(4, chunks=(1, 1), alpha=0.2, clipping=True, tentative=True, placement=placement)
+    listings = make_listings(plan, [("revoked", 2), ("revoked", 2), ("vertical", 2), ("flush", 0)])
+    tried = 0
+    for target, listing in enumerate(listings):
+        for index, op in enumerate(listing.ops):
+            if op.kind not in (Kind.UPLOAD, Kind.WRITE) or op.tentative:
+                continue
+            for slot in (read for read in op.reads if read[0] == "update.weight"):
+                for other in (("update.weight", number) for number in range(plan.slots.updates)):
+                    if other == slot:
+                        continue
+                    reads = tuple(other if read == slot else read for read in op.reads)
+                    ops = (*listing.ops[:index], replace(op, reads=reads), *listing.ops[index + 1 :])
+                    with pytest.raises(VerifyError):
+                        verify(plan, [*listings[:target], replace(listing, ops=ops), *listings[target + 1 :]])
+                    tried += 1
+    assert tried > 20
 
 
 # The printed schedule

@@ -25,8 +25,9 @@ import greedysnake as gs
 from greedysnake import trainer
 from greedysnake.data import corpus
 from greedysnake.placement import Home
+from greedysnake.report import progress as progress_module
 from greedysnake.report.metrics import KEYS, MetricsFile
-from greedysnake.report.progress import Progress, Summary, step_line, summary_text
+from greedysnake.report.progress import Progress, Summary, step_line, stop_notice, summary_text
 from greedysnake.runtime.footprint import Footprint
 from greedysnake.runtime.manifest import Manifest
 from training import curve, metrics_of, quiet, train, values_in, write_config, write_rows
@@ -85,7 +86,7 @@ def test_a_person_sees_what_became_of_the_rows(tmp_path: Path, monkeypatch: pyte
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue()
     assert "tokenising: 100 rows, " in printed and "tokenising: 200 rows, " in printed
-    assert re.search(r"^data: 1\d\d documents, .* 1 are longer than a sequence; skipped 2 bad rows$", printed, re.M)
+    assert re.search(r"^data: 1\d\d documents, .* 1 is longer than a sequence; skipped 2 bad rows$", printed, re.M)
     assert re.search(r"^held out: \d+ documents, ", printed, re.M)
     assert printed.count("rows.jsonl line 201: no text in column 'text'") == 1
     assert printed.count("rows.jsonl line 202: no column") == 1
@@ -445,6 +446,58 @@ def test_on_a_terminal_evaluations_stay_above_the_moving_line() -> None:
         progress.step({**record, "step": 1, "eval_loss": 1.25})
         progress.step({**record, "step": 2})
     assert re.search(r"step 1/3 .*eval 1\.2500[^\r]*\n", screen.getvalue())  # the line is ended, not written over
+
+
+def on_screen(text: str, width: int) -> list[str]:
+    """What a terminal shows after it was sent this."""
+    lines, row, column = [""], 0, 0
+    for number, kind, letter in re.findall(r"\x1b\[\??(\d*)([A-Za-z])|([\s\S])", text):
+        if kind == "A":
+            row = max(0, row - int(number or 1))
+        elif kind == "K":
+            lines[row] = ""
+        elif letter == "\r":
+            column = 0
+        elif letter and (letter == "\n" or column == width):
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        if letter and letter not in "\r\n":
+            lines[row] = lines[row][:column].ljust(column) + letter + lines[row][column + 1 :]
+            column += 1
+    return lines
+
+
+@pytest.mark.parametrize("width", [45, 80, 200])
+def test_what_is_said_of_a_signal_stays_on_a_terminal(width: int) -> None:
+    screen = io.StringIO()
+    record = {"loss": 1.5, "lr": 1e-3, "tokens_per_s": 10.0, "elapsed_s": 1.0, "bound": "ssd", "bound_fraction": 0.5}
+    record["ssd_written_total_bytes"] = 1
+    with Progress(Console(file=screen, force_terminal=True, width=width), num_steps=3, every=1) as progress:
+        for step in (1, 2):
+            progress.step({**record, "step": step})
+        screen.write("^C" + stop_notice("SIGINT", is_terminal=True))
+        progress.step({**record, "step": 3})
+    shown = "".join(on_screen(screen.getvalue(), width))
+    assert "a second signal ends at once" in shown and "step 3/3" in shown and "step 1/3" not in shown
+
+
+def test_a_long_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"loss": 1.5, "lr": 1e-3, "tokens_per_s": 10.0, "elapsed_s": 1.0, "bound": "ssd", "bound_fraction": 0.5}
+    record.update(ssd_written_total_bytes=1, step=1)
+    for is_terminal in (True, False):
+        screen = io.StringIO()
+        with Progress(Console(file=screen, force_terminal=is_terminal, width=200), num_steps=3, every=1) as progress:
+            progress.step(record)
+            progress.evaluating(0, 30)
+            progress.evaluating(10, 30)
+            assert ("evaluating: 10 of 30 micro-batches" in screen.getvalue()) == is_terminal
+            with monkeypatch.context() as patch:
+                patch.setattr(progress_module, "EVALUATING_LINE_S", 0.0)
+                progress.evaluating(20, 30)
+            assert "evaluating: 20 of 30 micro-batches" in screen.getvalue()
+            progress.evaluated()
+        if is_terminal:
+            assert [line for line in on_screen(screen.getvalue(), 200) if line] == [step_line(record, 3, 2.0)]
 
 
 def test_a_summary_counts_skipped_steps() -> None:

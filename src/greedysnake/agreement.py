@@ -74,8 +74,8 @@ def compare(config: Config, console: Console) -> bool:
     passed = loss_error <= LOSS_TOLERANCE and weight_error <= WEIGHT_TOLERANCE
     verdict = "[green]they agree[/green]" if passed else "[red]they do not agree[/red]"
     console.print(
-        f"{verdict}: losses to {loss_error:.1e} (at most {LOSS_TOLERANCE:.0e}), weights to {weight_error:.1e} of the "
-        f"way they went (at most {WEIGHT_TOLERANCE:.0e})",
+        f"{verdict}: losses to {loss_error:.1e} of them (at most {LOSS_TOLERANCE:.0e}), "
+        f"weights to {weight_error:.1e} of the way they went (at most {WEIGHT_TOLERANCE:.0e})",
         highlight=False,
         soft_wrap=True,
     )

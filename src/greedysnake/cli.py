@@ -25,6 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+SPINS = "1000"
+"""How long a thread of torch that waits for another one keeps its core: some microseconds. By default it is so long
+that training on the CPU is many times slower where anything else wants a core."""
+
 ConfigFile = Annotated[
     str | None,
     typer.Argument(metavar="CONFIG.yaml", help="The configuration; without one a small default.", show_default=False),
@@ -40,6 +44,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # A letter that the terminal does not have is no reason to end a training.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     try:
         try:
             with explained("use"):  # a path that somebody gave: most are looked at without a thought of permissions
@@ -142,25 +148,18 @@ def train(
 
     settings = load_config(*_file_and_overrides(config, overrides))
     launched = _launched()
-    if plan_first and _is_one_of_several():
-        raise ConfigError(
-            f"--plan is for one process, and WORLD_SIZE is {launched[-1]}: greedysnake plan --ranks {launched[-1]} "
-            "--out FILE first, then train FILE"
-        )
+    if plan_first:
+        from greedysnake.preplanning import require_one_process
+
+        require_one_process(launched[-1])
+        _clean_up_when_told_to_end()
     from rich.console import Console
 
     from greedysnake.launching import Launched, joined
     from greedysnake.trainer import Trainer
 
     with joined(Launched(*launched), settings.engine.device):
-        console = Console(soft_wrap=False)
-        trainer = Trainer(settings, console=console)
-        if plan_first:  # what cannot be trained was refused just now
-            from greedysnake.preplanning import plan_apart
-
-            _clean_up_when_told_to_end()
-            trainer = Trainer(plan_apart(settings), console=console)
-        trainer.train()
+        Trainer(settings, console=Console(soft_wrap=False)).train(plan_first=plan_first)
 
 
 @app.command()

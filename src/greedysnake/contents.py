@@ -102,6 +102,13 @@ class Contents(Ledger):
                 wanted.append(self.step - 1)
             if done not in wanted:
                 raise VerifyError(f"A{block}.{index} ran {done} times in {self.step} steps ({self.listing.kind})")
+            for home, where in ((Home.SSD, "ssd"), (Home.RAM, "ram")):
+                found, newest = self.held[where, block, index], self.parts(block, index, home, done)
+                if found != newest:
+                    raise VerifyError(
+                        f"{show(found)} lies in {where} {block} {index}, which needs {show(newest)} "
+                        f"({self.listing.kind})"
+                    )
 
     def settle(self) -> None:
         """The norm is known: tentative updates count, or everything is as it was before them but for the gradients."""
@@ -122,7 +129,12 @@ class Contents(Ledger):
         self.tentative.clear()
 
     def spoil(self, block: int, index: int) -> None:
-        """What an update that does not count left on the device is nobody's weight."""
+        """What an update that does not count left in slots and on the device is nobody's weight."""
+        for name, part in (("update.weight", Weight), ("update.state", State)):
+            revoked = part(block, index, self.updates[block, index] + 1)
+            for number in range(self.plan.slots.updates):
+                if self.held.get((name, number)) == revoked:
+                    self.held[name, number] = None
         slot = self.newest.get(block)
         if slot is not None and self.plan.keeps_weights(block):
             tried = Weight(block, index, self.updates[block, index] + 1)

@@ -14,8 +14,9 @@ A message says what happened, with the values, and what to do next.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 
@@ -76,6 +77,10 @@ class OpError(GreedySnakeError):
     def __init__(self, message: str, *, op: str) -> None:
         super().__init__(message)
         self.op = op
+
+    def __reduce__(self) -> tuple[Callable[..., OpError], tuple[object, ...]]:
+        """So that it reaches another process."""
+        return partial(OpError, op=self.op), self.args
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class Placement:
     backward: nothing of them is computed twice. Their weights stay there for good."""
     weights_device: float = 0.0
     """Share of the layers, from the last one down, whose weights stay on the device: each update renews them there, and
-    writes them to their home, from where they are never fetched again."""
+    writes them to their home, from where they are not fetched again until room is made for larger micro-batches."""
 
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
@@ -225,17 +225,20 @@ FIRST_BLOCKS = 2
 
 def _ram_flags(blocks: Sequence[BlockShape], share: float, *, least_wanted: str = "") -> list[bool]:
     """One flag per chunk, in block order: lives in RAM. Parameters that blocks share come first: they are updated last
-    in a step, and the next one starts with them. Blocks of the pool that is `least_wanted` come after all others."""
+    in a step, and the next one starts with them. Blocks of the pool that is `least_wanted` come after all others, and
+    what is not trained in there last: its home is neither read nor written."""
     num_compute = num_compute_blocks(blocks)
     numbers = [number for number, block in enumerate(blocks) for _ in block.chunks]
     wanted = round(len(numbers) * share)
+    trainable = [chunk.trainable for block in blocks for chunk in block.chunks]
     last = [i for i, number in enumerate(numbers) if blocks[number].pool == least_wanted]
     places = [i for i, number in enumerate(numbers) if blocks[number].pool != least_wanted]
     shared = [i for i in places if numbers[i] >= num_compute]
     first = shared + [i for i in places if numbers[i] < min(FIRST_BLOCKS, num_compute)]
     rest = [i for i in places if FIRST_BLOCKS <= numbers[i] < num_compute]
-    if wanted > len(places):
-        first, rest = first + rest, last
+    for more in ([i for i in last if trainable[i]], [i for i in last if not trainable[i]]):
+        if wanted > len(first) + len(rest):
+            first, rest = first + rest, more
     return _flags(len(numbers), first[:wanted], rest, wanted)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 
 from greedysnake.config import Config
 from greedysnake.errors import ConfigError, PlanError, StorageError
+from greedysnake.locks import locked
 from greedysnake.models.sequential import Batch, BlockSource, Model
 from greedysnake.ops import Plan
 from greedysnake.placement import num_compute_blocks
@@ -58,6 +61,8 @@ SATURATED = 0.97
 MOST_DOUBLINGS = 6
 USED_VRAM = 0.92
 """Of what is free on a GPU: memory that is freed and taken in pieces of other sizes has gaps."""
+ABANDONED_S = 60.0
+"""A trial's folder is locked before it is so old, until the trial ends."""
 
 Say = Callable[[str], None]
 
@@ -411,6 +416,14 @@ def _beside(directory: Path) -> Path:
     return existing if is_free or not os.access(parent, os.W_OK) else parent
 
 
+def _take_away_what_was_left(folder: Path) -> None:
+    """By processes that were killed while they planned: what nobody has locked and nobody has just made."""
+    for left in folder.glob(f"{TRIAL}*"):
+        with suppress(OSError), locked(left) as is_ours:
+            if is_ours and time.time() - left.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(left)
+
+
 def _try(
     config: Config,
     model: Model,
@@ -428,9 +441,13 @@ def _try(
     if device == "cuda":
         free_bytes = torch.cuda.mem_get_info()[0]
         torch.cuda.reset_peak_memory_stats()
+    beside = _beside(config.storage[0])
+    _take_away_what_was_left(beside)
     with ExitStack() as resources:
-        folder = tempfile.TemporaryDirectory(prefix=TRIAL, dir=_beside(config.storage[0]))
-        options = replace(config.engine, storage=(resources.enter_context(folder),), single_slot=False)
+        folder = tempfile.TemporaryDirectory(prefix=TRIAL, dir=beside)
+        storage = resources.enter_context(folder)
+        resources.enter_context(locked(Path(storage)))
+        options = replace(config.engine, storage=(storage,), single_slot=False)
         trial = replace(config, engine=options)
         engine = resources.enter_context(
             open_engine(trial, model, device=device, ram=ram, resume=False, plan=plan, is_trial=True)

@@ -69,6 +69,8 @@ class Prepared:
     """What transformers' configuration says of the model, kept with a checkpoint."""
     run: Run | None
     """What its folder says of the run that is continued; None for a new one."""
+    num_done: int
+    """Steps that its checkpoint has behind it."""
 
     @property
     def resume(self) -> bool:
@@ -119,9 +121,21 @@ def prepare(config: Config, progress: Progress | None = None, share: Share | Non
     if config.training.eval_steps:
         validation = batches_of(config, tokenizer, "validation", progress)
         _require_vocabulary(config, model_config, validation)
-    values = values_of(model_config)
     return Prepared(
-        config, share, model, tokenizer, train, validation, num_steps, rate, footprint, device, ram, values, run
+        config=config,
+        share=share,
+        model=model,
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        num_steps=num_steps,
+        rate=rate,
+        footprint=footprint,
+        device=device,
+        ram=ram,
+        model_values=values_of(model_config),
+        run=run,
+        num_done=stored.num_steps if stored else 0,
     )
 
 

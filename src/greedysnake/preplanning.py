@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
 import signal
-import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 
 from greedysnake.config import Config
-from greedysnake.errors import GreedySnakeError, PlanError
+from greedysnake.errors import ConfigError, GreedySnakeError, PlanError
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PATIENCE_S, TRIES = 5.0, 4
+"""What the process has for taking its files away. It is asked more than once: what a signal handler raises may be lost
+where it comes up, in the callback of a weak reference, say."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
+
+def require_one_process(num_ranks: int) -> None:
+    if num_ranks > 1:
+        raise ConfigError(
+            f"--plan is for one process, and WORLD_SIZE is {num_ranks}: greedysnake plan --ranks {num_ranks} "
+            "--out FILE first, then train FILE"
+        )
 
 
 def plan_apart(config: Config) -> Config:
@@ -20,22 +38,20 @@ def plan_apart(config: Config) -> Config:
     everything lives, which training prints."""
     spawning = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
     answers, answering = spawning.Pipe(duplex=False)
-    process = spawning.Process(target=_plan, args=(config, answering), name="greedysnake plan")
+    process = spawning.Process(target=_plan, args=(config, answering, os.getpid()), name="greedysnake plan")
     with answers:
         try:
             with _signals_held():
-                process.start()
+                _start(process)
             answering.close()
             answer = answers.recv()
         except EOFError:
             answer = None  # it ended without one
         except BaseException:
-            if process.pid is not None:
-                process.terminate()  # it takes its files away
+            with _signals_held():
+                _end(process)
             raise
-        finally:
-            if process.pid is not None:
-                process.join()
+    process.join()
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, Config):
@@ -45,12 +61,40 @@ def plan_apart(config: Config) -> Config:
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Also of a process that is started: it lets them through when it is ready for them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    """One that comes is answered afterwards. A mask would not do, since other threads would take it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    held = [number for number in ENDING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in held}
     try:
         yield
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+def _start(process: SpawnProcess) -> None:
+    """With signals blocked in there, until it is ready for them."""
+    resource_tracker.ensure_running()  # else `start` does so, and then lets signals through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        process.start()
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(process: SpawnProcess) -> None:
+    for _ in range(TRIES):
+        if not process.is_alive():
+            return
+        process.terminate()
+        process.join(PATIENCE_S)
+    process.kill()
+    process.join()
 
 
 def _fate(code: int | None) -> str:
@@ -59,31 +103,68 @@ def _fate(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-def _plan(config: Config, answering: Connection) -> None:
+def _plan(config: Config, answering: Connection, parent: int) -> None:
     """In the process of its own."""
-    for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    ending = _Ending()
+    _obey(parent, ending)
+    try:
+        answer = _answer(config)
+    except BaseException:
+        if ending.is_told:  # what it raised may have become another error on its way
+            raise SystemExit(ending.code) from None
+        raise
+    with answering, suppress(BrokenPipeError):  # nobody waits for it any more
+        answering.send(answer)
+
+
+def _answer(config: Config) -> Config | Exception:
     from rich.console import Console
 
     from greedysnake.planner import plan_run
     from greedysnake.report.plan_text import print_plan
+    from greedysnake.report.progress import lost_terminal
 
     console = Console(soft_wrap=False)
-    with answering:
-        try:
-            planned = plan_run(config, lambda text: console.print(f"{text} ...", highlight=False, soft_wrap=True))
-            print_plan(console, planned, config, with_homes=False)
-            console.print()
-        except (GreedySnakeError, OSError) as error:
-            answering.send(error)
-        else:
-            answering.send(planned.chosen.config)
+
+    def say(text: str) -> None:
+        with lost_terminal():
+            console.print(f"{text} ...", highlight=False, soft_wrap=True)
+
+    try:
+        planned = plan_run(config, say)
+    except (GreedySnakeError, OSError) as error:
+        return error
+    with lost_terminal():
+        print_plan(console, planned, config, with_homes=False)
+        console.print()
+    return planned.chosen.config
 
 
-def _end(number: int, _: object) -> None:
-    """Once: a terminal's Ctrl-C goes to both processes, and what follows it must not disturb the cleaning up."""
-    for other in ENDING:
-        signal.signal(other, signal.SIG_IGN)
-    sys.exit(128 + number)
+def _obey(parent: int, ending: _Ending) -> None:
+    """Ends when the parent says so, or ends itself, in whatever way. Ctrl-C and a terminal that closes reach both
+    processes, and are the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, ending)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(ending.code)
+
+
+class _Ending:
+    """Ends this process, but does not disturb its cleaning up when it is told so twice."""
+
+    code = 128 + signal.SIGTERM
+
+    def __init__(self) -> None:
+        self._told_s = float("-inf")
+
+    @property
+    def is_told(self) -> bool:
+        return self._told_s > float("-inf")
+
+    def __call__(self, number: int, _: object) -> None:
+        if time.monotonic() - self._told_s >= 0.8 * PATIENCE_S:
+            self._told_s = time.monotonic()
+            raise SystemExit(self.code)

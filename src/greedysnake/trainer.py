@@ -31,6 +31,7 @@ from greedysnake.preparation import (
     require_same_model,
     why_not_compiled,
 )
+from greedysnake.preplanning import plan_apart, require_one_process
 from greedysnake.report.journal import Journal
 from greedysnake.report.metrics import MetricsFile, as_json, of_all_ranks, step_record
 from greedysnake.report.progress import (
@@ -41,6 +42,7 @@ from greedysnake.report.progress import (
     home_table,
     lost_terminal,
     prospect_text,
+    stop_notice,
     summary_text,
 )
 from greedysnake.report.trackers import open_trackers
@@ -73,20 +75,30 @@ class Trainer:
         self.config = config if isinstance(config, Config) else load_config(config)
         self._console = console or Console()
         self._spoke_s = time.monotonic()
-        with leaving_nothing(self.config), closing(Ranks(HOST, lanes=())) as ranks, ranks.together(CALL):
-            self.prepared: Prepared = prepare(self.config, self._tokenised, ranks.share)
-            held_out = self.prepared.validation and self.prepared.validation.fingerprint
-            fingerprints = {"the data": self.prepared.train.fingerprint, "the held-out data": held_out}
-            ranks.agree(CALL, {f"the fingerprint of {name}": value for name, value in fingerprints.items()})
+        self.prepared: Prepared = self._prepare()
 
-    def train(self) -> Summary:
+    def _prepare(self) -> Prepared:
+        with leaving_nothing(self.config), closing(Ranks(HOST, lanes=())) as ranks, ranks.together(CALL):
+            prepared = prepare(self.config, self._tokenised, ranks.share)
+            held_out = prepared.validation and prepared.validation.fingerprint
+            fingerprints = {"the data": prepared.train.fingerprint, "the held-out data": held_out}
+            ranks.agree(CALL, {f"the fingerprint of {name}": value for name, value in fingerprints.items()})
+            return prepared
+
+    def train(self, *, plan_first: bool = False) -> Summary:
         """Trains to the end, or until SIGTERM, SIGINT or SIGHUP, after which the step under way is finished and saved.
 
-        A second signal ends the process at once. Of several ranks, one that gets a signal stops all.
+        A second signal ends the process at once. Of several ranks, one that gets a signal stops all. `plan_first` is
+        for one process: if steps are left, they are planned, and done as planned.
         """
-        prepared, config = self.prepared, self.config
+        if plan_first:
+            require_one_process(self.prepared.share.num_ranks)
         with ExitStack() as resources:
             self._take_folder(resources)
+            if plan_first and self.prepared.num_done < self.prepared.num_steps:
+                self.config = plan_apart(self.config)
+                self.prepared = self._prepare()
+            prepared, config = self.prepared, self.config
             resources.enter_context(torch_threads(config.engine.compute_threads))
             engine = resources.enter_context(
                 open_engine(
@@ -296,12 +308,16 @@ class _Training:
         total, num_targets = 0.0, 0
         for position in range(0, count, self._prepared.num_step_micro_batches):
             if self._is_asked_to_stop():
-                return None
+                break
+            if self._journal:
+                self._journal.evaluating(position, count)
             group = batches.micro_batches(position, min(self._prepared.num_step_micro_batches, count - position))
             targets = sum(int(self._prepared.model.num_targets(batch)) for batch in group)
             total += self._engine.evaluate(deal(group, share.rank, share.num_ranks)) * targets
             num_targets += targets
-        return total / num_targets
+        if self._journal:
+            self._journal.evaluated()
+        return None if self._stopped_by else total / num_targets
 
     def _lacks_last_loss(self) -> bool:
         """Whether all steps are done but the evaluation at the end, as when a signal came during it."""
@@ -383,9 +399,7 @@ def stop_requests(*, aloud: bool = True) -> Iterator[list[str]]:
         requests.append(name)
         with suppress(OSError):  # not print, which may be what was interrupted
             if aloud:
-                os.write(
-                    2, f"\n{name}: the step under way is finished and saved; a second signal ends at once\n".encode()
-                )
+                os.write(2, stop_notice(name, is_terminal=os.isatty(2)).encode())
         for other in SIGNALS:  # a terminal that closes sends SIGHUP more than once, without being impatient
             signal.signal(other, signal.SIG_IGN if other == signal.SIGHUP else signal.SIG_DFL)
 

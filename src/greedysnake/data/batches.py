@@ -67,7 +67,8 @@ class DataReport:
             f"{self.num_sequences:,} sequences, {self.fill:.1%} full"
         )
         if self.num_long_documents:
-            text += f"; {self.num_long_documents:,} are longer than a sequence"
+            verb = "is" if self.num_long_documents == 1 else "are"
+            text += f"; {self.num_long_documents:,} {verb} longer than a sequence"
         skipped = {
             "bad rows": self.num_bad_rows,
             "rows without a token to train on": self.num_rows_without_targets,

@@ -41,6 +41,12 @@ class Journal:
     def say(self, sentence: str) -> None:
         self._progress.say(sentence)
 
+    def evaluating(self, done: int, count: int) -> None:
+        self._progress.evaluating(done, count)
+
+    def evaluated(self) -> None:
+        self._progress.evaluated()
+
     def sync(self) -> None:
         """The lines are on the drive on return."""
         self._metrics.sync()

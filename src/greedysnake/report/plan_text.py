@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from greedysnake.placement import Home
 from greedysnake.report.progress import count_text, home_table
 from greedysnake.sizes import format_size
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from greedysnake.planner import Machine, Option, Planned
 
 DAY_S = 86400
+UNUSED_RAM = 0.1
+"""Of the budget: less is not worth a word."""
 LINKS = (("compute", ("compute",)), ("ssd", ("ssd",)), ("pcie", ("h2d", "d2h")), ("cpu", ("cpu",)))
 """Columns, and the links whose busiest they show."""
 
@@ -24,7 +27,8 @@ LINKS = (("compute", ("compute",)), ("ssd", ("ssd",)), ("pcie", ("h2d", "d2h")),
 def print_plan(console: Console, planned: Planned, config: Config, *, with_homes: bool = True) -> None:
     """`config` is the one that was planned."""
     homes = [home_table(planned.chosen.footprint, planned.chosen.num_ranks), ""] if with_homes else []
-    for part in (machine_text(planned.machine, config), "", *homes, plan_table(planned), plan_text(planned)):
+    text = "\n".join([plan_text(planned), *_unused_ram(planned, config)])
+    for part in (machine_text(planned.machine, config), "", *homes, plan_table(planned), text):
         console.print(part, highlight=False, soft_wrap=True)
 
 
@@ -95,6 +99,19 @@ def plan_text(planned: Planned) -> str:
         tokens = count_text(last.num_tokens)
         lines.append(f"the device is busy all the time from {count} micro-batches on, {tokens} tokens per step")
     return "\n".join(lines)
+
+
+def _unused_ram(planned: Planned, config: Config) -> list[str]:
+    """A configuration that a plan wrote is one of these."""
+    footprint = planned.chosen.footprint
+    unused = footprint.ram_budget_bytes - footprint.ram_bytes
+    on_ssd = any(footprint.homes[name].get(Home.SSD) for name in ("weights", "optimizer state"))
+    if config.engine.fill_ram or not on_ssd or unused < UNUSED_RAM * footprint.ram_budget_bytes:
+        return []
+    return [
+        f"{format_size(unused)} of engine.ram are not used, as engine.fill_ram is false: engine.fill_ram=true "
+        "engine.placement={} lets what fits live there"
+    ]
 
 
 def _of_each(option: Option) -> str:

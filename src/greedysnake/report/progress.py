@@ -6,6 +6,7 @@ On a terminal the line is redrawn in place; elsewhere lines are printed one afte
 from __future__ import annotations
 
 import shlex
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,9 @@ RECENT_STEPS = 20
 """The time left is that of so many recent steps on average."""
 
 SHOWN_BAD_ROWS = 5
+EVALUATING_LINE_S = 60.0
+MOVING_LINES = 3
+"""What redrawing the moving line may wipe of a terminal, counted upwards from the cursor."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,9 @@ class Progress:
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._printed = 0
+        self._line = ""
+        """Of the last step."""
+        self._spoke_s = 0.0
 
     def step(self, record: Mapping[str, object]) -> None:
         """Shows one line of metrics.jsonl."""
@@ -181,11 +188,31 @@ class Progress:
         if self._live:
             if "eval_loss" in record and number != self._num_steps:
                 self.say(line)  # stays above the moving line, where the last one stays by itself
-            with lost_terminal():
-                self._live.update(Text(line), refresh=True)  # over two lines if need be: the time left comes last
+            self._line = line
+            self._move(line)
         elif not self._printed or number % self._every == 0 or number == self._num_steps or "eval_loss" in record:
             self.say(line)
         self._printed += 1
+
+    def evaluating(self, done: int, count: int) -> None:
+        """Instead of the moving line until `evaluated`; without a terminal, a line a minute."""
+        text = f"evaluating: {done} of {count} micro-batches"
+        if self._live:
+            self._move(text)
+        elif not done:
+            self._spoke_s = time.monotonic()
+        elif time.monotonic() - self._spoke_s >= EVALUATING_LINE_S:
+            self._spoke_s = time.monotonic()
+            self.say(text)
+
+    def evaluated(self) -> None:
+        self._move(self._line)
+
+    def _move(self, line: str) -> None:
+        """Over two lines if need be: the time left comes last."""
+        if self._live:
+            with lost_terminal():
+                self._live.update(Text(line), refresh=True)
 
     def say(self, sentence: str) -> None:
         """A sentence above the moving line."""
@@ -207,6 +234,12 @@ class Progress:
 
     def _left_s(self, step: int) -> float:
         return (self._num_steps - step) * sum(self._recent_s) / len(self._recent_s)
+
+
+def stop_notice(name: str, *, is_terminal: bool) -> str:
+    """What is said when a signal comes, which may be while the line moves."""
+    below = "\n" * (MOVING_LINES if is_terminal else 1)
+    return f"\n{name}: the step under way is finished and saved; a second signal ends at once{below}"
 
 
 def step_line(record: Mapping[str, object], num_steps: int, left_s: float) -> str:

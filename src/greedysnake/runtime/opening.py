@@ -43,6 +43,7 @@ class Stored:
     chunk_params: int | None = None
     moments: str | None = None
     """How they are stored; None without a checkpoint."""
+    num_steps: int = 0
 
 
 def stored_in(directory: Path) -> Stored:
@@ -64,6 +65,7 @@ def stored_in(directory: Path) -> Stored:
         manifest.num_slots,
         chunk_params if isinstance(chunk_params, int) else None,
         str(manifest.metadata.get("moments", "float32")),
+        manifest.step,
     )
 
 
