@@ -3,12 +3,14 @@
     python benchmarks/rows.py --storage DIR
     python benchmarks/rows.py alpha ssd --storage DIR --out RESULTS --traces
 
-Without names all rows are measured, one after the other; --list prints them with their commands. Tables come as they
-are ready, the figures last. Ratios are those of one run where both sides are in it, else of two runs right after each
-other. With --out, what each run printed is kept there as JSON, and with --traces a timeline of its last step. What
-follows a lone -- goes to every run, such as -- --steps 2.
+Without names all rows are measured, one after the other; --list prints them with their commands. Tables and figures
+come as they are ready, and all figures once more at the end. Ratios are those of one run where both sides are in it,
+else of two runs right after each other. With --out, what each run printed is kept there as JSON, and with --traces a
+timeline of its last step. With --minutes, on a machine that is there for so long, rows that would take longer than what
+is left are left out, and said. What follows a lone -- goes to every run, such as -- --steps 2.
 
-The exit code is 1 if a target was missed or a run failed that should not, and 2 for an option that cannot work.
+The exit code is 1 if a target was missed, a run failed that should not or was left out, and 2 for an option that cannot
+work.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ class Row:
     runs: Mapping[str, str]
     """Name -> arguments of step.py; DIR stands for the drive."""
     figures: Sequence[Figure]
+    needs_s: float
+    """About what its runs take on an H200, from start to end: by such runs, or by their steps where there were none."""
     may_fail: bool = False
     limits_s: Mapping[str, float] = field(default_factory=dict)
     """Runs that are ended after so long: of systems that are not expected to get anywhere."""
@@ -135,24 +139,35 @@ BALANCED = (
 EIGHT = "--layers 32 --hidden 4096 --mlp 14336 --heads 32 --kv-heads 8 --vocab 128256 --storage DIR --vram-cap 24GB"
 
 ROWS: Mapping[str, Row] = {
-    "alpha": Row(
-        "late updates, where drive and compute balance",
-        {"alpha": f"{BALANCED} --alpha 0.2", "alpha-0": f"{BALANCED} --alpha 0"},
-        [Figure("of alpha = 0", last_step("alpha", "alpha-0"), 1.1)],
+    "ssd": Row(
+        "SSD tier, 131k tokens per step",
+        {"ssd": f"--systems zero-infinity greedysnake --alternate --steps 4 --peer-steps 2 {SLOTS} {IO} {ON_SSD}"},
+        [
+            Figure("of 26 bytes per parameter", of("ssd", "greedysnake", "of_26_bytes_per_param"), 0.92),
+            Figure("of ZeRO-Infinity", speed("ssd", "ssd", peer="zero-infinity"), 4.0),
+        ],
+        needs_s=320.0,
     ),
-    "8b-peers": Row(
-        "8 B parameters, DeepSpeed",
+    "saturated": Row(
+        "SSD tier, 524k tokens per step",
+        {"saturated": f"--systems pytorch greedysnake {KNEE} --steps 4 --peer-steps 3 {SLOTS} {IO} {ON_SSD}"},
+        [Figure("of PyTorch", speed("saturated", "saturated", peer="pytorch"), 0.92)],
+        needs_s=150.0,
+    ),
+    "ram": Row(
+        "RAM tier, 131k tokens per step",
         {
-            "8b-zero-offload": f"--systems zero-offload {EIGHT} --ram-cap 120GB --no-bounds --steps 1",
-            "8b-zero-infinity": f"--systems zero-infinity {EIGHT} --no-bounds --micro-batches 1 --steps 2",
+            "ram": f"--systems pytorch greedysnake zero-offload --peer-steps 3 {IN_RAM}",
+            "ram-clipped": f"--systems greedysnake --no-bounds --clip 1.0 {IN_RAM}",
+            "ram-graphs": f"--systems greedysnake --no-bounds --vram-cap 120GB {IN_RAM} graphs_device=0.33",
         },
         [
-            Figure("ZeRO-3 with CPU offload", fate("8b-zero-offload")),
-            Figure("ZeRO-Infinity", fate("8b-zero-infinity")),
-            Figure("ZeRO-Infinity, least free on the drive, GB", least_free("8b-zero-infinity")),
+            Figure("of PyTorch", speed("ram", "ram", peer="pytorch"), 0.98),
+            Figure("of ZeRO-3 with CPU offload", speed("ram", "ram", peer="zero-offload"), 3.0),
+            Figure("clipped, of the figure without", speed("ram-clipped", "ram"), 0.95),
+            Figure("graphs kept in VRAM, of PyTorch", speed("ram-graphs", "ram", peer="pytorch"), 1.06),
         ],
-        may_fail=True,
-        limits_s={"8b-zero-infinity": 240.0},
+        needs_s=300.0,
     ),
     "8b": Row(
         "8 B parameters, 24 GB of VRAM, 96 GB of RAM",
@@ -168,6 +183,61 @@ ROWS: Mapping[str, Row] = {
             Figure("VRAM, bytes", of("8b", "greedysnake", "peak_vram_bytes"), at_most=24e9),
             Figure("RAM, bytes", of("8b", "greedysnake", "peak_rss_bytes"), at_most=96e9),
         ],
+        needs_s=200.0,
+    ),
+    "clipping": Row(
+        "exact clipping, SSD tier, 131k tokens per step",
+        {
+            "clipping-0": f"--systems greedysnake {HELD} {IO} total_bytes_per_s=1900000000 {ON_SSD}",
+            "clipping": f"--systems greedysnake {HELD} {IO} total_bytes_per_s=1900000000 {ON_SSD} --clip 1.0",
+        },
+        [Figure("of the figure without", last_step("clipping", "clipping-0"), 0.95)],
+        needs_s=190.0,
+    ),
+    "saturated-clipping": Row(
+        "exact clipping, SSD tier, 524k tokens per step",
+        {
+            "saturated-clipping-0": f"--systems greedysnake --steps 3 --no-bounds {KNEE} {SLOTS} "
+            f"{IO} total_bytes_per_s=2500000000 {ON_SSD}",
+            "saturated-clipping": f"--systems greedysnake --steps 3 --no-bounds {KNEE} --clip 1.0 "
+            f"--slots updates=240 staging=16 weights=4 {IO} total_bytes_per_s=2500000000 {ON_SSD}",
+        },
+        [Figure("of the figure without", last_step("saturated-clipping", "saturated-clipping-0"))],
+        needs_s=170.0,
+    ),
+    "alpha": Row(
+        "late updates, where drive and compute balance",
+        {"alpha": f"{BALANCED} --alpha 0.2", "alpha-0": f"{BALANCED} --alpha 0"},
+        [Figure("of alpha = 0", last_step("alpha", "alpha-0"), 1.1)],
+        needs_s=130.0,
+    ),
+    "8b-peers": Row(
+        "8 B parameters, DeepSpeed",
+        {
+            "8b-zero-offload": f"--systems zero-offload {EIGHT} --ram-cap 120GB --no-bounds --steps 1",
+            "8b-zero-infinity": f"--systems zero-infinity {EIGHT} --no-bounds --micro-batches 1 --steps 2",
+        },
+        [
+            Figure("ZeRO-3 with CPU offload", fate("8b-zero-offload")),
+            Figure("ZeRO-Infinity", fate("8b-zero-infinity")),
+            Figure("ZeRO-Infinity, least free on the drive, GB", least_free("8b-zero-infinity")),
+        ],
+        needs_s=290.0,
+        may_fail=True,
+        limits_s={"8b-zero-infinity": 240.0},
+    ),
+    "moments": Row(
+        "moments in fewer bytes, SSD tier, 131k tokens per step, drive held",
+        {
+            f"moments-{moments}": f"--systems greedysnake --steps 3 --no-bounds {SLOTS} --moments {moments} "
+            f"{IO} total_bytes_per_s=2500000000 {ON_SSD}"
+            for moments in ("float32", "bfloat16", "int8")
+        },
+        [
+            Figure("bfloat16, of float32", last_step("moments-bfloat16", "moments-float32"), 1.4),
+            Figure("int8, of float32", last_step("moments-int8", "moments-float32"), 1.8),
+        ],
+        needs_s=160.0,
     ),
     "8b-int8": Row(
         "8 B parameters, moments in int8: all weights and optimizer state in 96 GB of RAM",
@@ -181,68 +251,28 @@ ROWS: Mapping[str, Row] = {
             Figure("VRAM, bytes", of("8b-int8", "greedysnake", "peak_vram_bytes"), at_most=24e9),
             Figure("RAM, bytes", of("8b-int8", "greedysnake", "peak_rss_bytes"), at_most=96e9),
         ],
-    ),
-    "moments": Row(
-        "moments in fewer bytes, SSD tier, 131k tokens per step, drive held",
-        {
-            f"moments-{moments}": f"--systems greedysnake --steps 3 --no-bounds {SLOTS} --moments {moments} "
-            f"{IO} total_bytes_per_s=2500000000 {ON_SSD}"
-            for moments in ("float32", "bfloat16", "int8")
-        },
-        [
-            Figure("bfloat16, of float32", last_step("moments-bfloat16", "moments-float32"), 1.4),
-            Figure("int8, of float32", last_step("moments-int8", "moments-float32"), 1.8),
-        ],
-    ),
-    "ssd": Row(
-        "SSD tier, 131k tokens per step",
-        {"ssd": f"--systems zero-infinity greedysnake --alternate --steps 4 --peer-steps 2 {SLOTS} {IO} {ON_SSD}"},
-        [
-            Figure("of 26 bytes per parameter", of("ssd", "greedysnake", "of_26_bytes_per_param"), 0.92),
-            Figure("of ZeRO-Infinity", speed("ssd", "ssd", peer="zero-infinity"), 4.0),
-        ],
-    ),
-    "ram": Row(
-        "RAM tier, 131k tokens per step",
-        {
-            "ram": f"--systems pytorch greedysnake zero-offload --peer-steps 3 {IN_RAM}",
-            "ram-clipped": f"--systems greedysnake --no-bounds --clip 1.0 {IN_RAM}",
-            "ram-graphs": f"--systems greedysnake --no-bounds --vram-cap 120GB {IN_RAM} graphs_device=0.33",
-        },
-        [
-            Figure("of PyTorch", speed("ram", "ram", peer="pytorch"), 0.98),
-            Figure("of ZeRO-3 with CPU offload", speed("ram", "ram", peer="zero-offload"), 3.0),
-            Figure("clipped, of the figure without", speed("ram-clipped", "ram"), 0.95),
-            Figure("graphs kept in VRAM, of PyTorch", speed("ram-graphs", "ram", peer="pytorch"), 1.06),
-        ],
-    ),
-    "saturated": Row(
-        "SSD tier, 524k tokens per step",
-        {"saturated": f"--systems pytorch greedysnake {KNEE} --steps 4 --peer-steps 3 {SLOTS} {IO} {ON_SSD}"},
-        [Figure("of PyTorch", speed("saturated", "saturated", peer="pytorch"), 0.92)],
-    ),
-    "clipping": Row(
-        "exact clipping, SSD tier, 131k tokens per step",
-        {
-            "clipping-0": f"--systems greedysnake {HELD} {IO} total_bytes_per_s=1900000000 {ON_SSD}",
-            "clipping": f"--systems greedysnake {HELD} {IO} total_bytes_per_s=1900000000 {ON_SSD} --clip 1.0",
-        },
-        [Figure("of the figure without", last_step("clipping", "clipping-0"), 0.95)],
-    ),
-    "saturated-clipping": Row(
-        "exact clipping, SSD tier, 524k tokens per step",
-        {
-            "saturated-clipping-0": f"--systems greedysnake --steps 3 --no-bounds {KNEE} {SLOTS} "
-            f"{IO} total_bytes_per_s=2500000000 {ON_SSD}",
-            "saturated-clipping": f"--systems greedysnake --steps 3 --no-bounds {KNEE} --clip 1.0 "
-            f"--slots updates=240 staging=16 weights=4 {IO} total_bytes_per_s=2500000000 {ON_SSD}",
-        },
-        [Figure("of the figure without", last_step("saturated-clipping", "saturated-clipping-0"))],
+        needs_s=110.0,
     ),
 }
 
 
 # Runs
+
+
+def measure_row(name: str, options: argparse.Namespace, left_s: float) -> dict[str, dict[str, Any]]:
+    """Of every run what `measure` found, or {} where so little time is left that none was begun."""
+    row, start_s = ROWS[name], time.monotonic()
+    if row.needs_s > left_s:
+        left = f"{max(0.0, left_s):.0f} s of --minutes are left"
+        print(f"\n{name}: left out: it takes about {row.needs_s:.0f} s, and {left}")
+        return {run: {} for run in row.runs}
+    found = {}
+    for run in row.runs:
+        found[run] = measure(run, row, options, left_s - (time.monotonic() - start_s))
+    print()
+    print_figures(name, found)
+    sys.stdout.flush()
+    return found
 
 
 def arguments_of(run: str, row: Row, storage: Sequence[str] = ("DIR",), more: Sequence[str] = ()) -> list[str]:
@@ -254,7 +284,7 @@ def arguments_of(run: str, row: Row, storage: Sequence[str] = ("DIR",), more: Se
     return [*words, *more]
 
 
-def measure(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, row: Row, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """What step.py printed, or {"failed": ...}; with `least_free_bytes` of the drive while it ran."""
     arguments = [*arguments_of(name, row, options.storage, options.more), "--json"]
     if options.traces and "greedysnake" in arguments:
@@ -262,7 +292,8 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{name}: python benchmarks/step.py {' '.join(arguments)}", flush=True)
     start_s = time.monotonic()
     with watched_drive(options.storage) as least:
-        found = finish([sys.executable, str(STEP), *arguments], row.limits_s.get(name, options.limit_s))
+        limit_s = min(row.limits_s.get(name, options.limit_s), max(0.0, left_s))
+        found = finish([sys.executable, str(STEP), *arguments], limit_s)
     found.update(least_free_bytes=least(), elapsed_s=time.monotonic() - start_s)
     print(f"{name}: {found['elapsed_s']:.0f} s", flush=True)
     if options.out:
@@ -321,11 +352,12 @@ def existing(directory: str) -> Path:
 def print_figures(name: str, found: Found) -> bool:
     """Whether all is as it should be."""
     row, sound = ROWS[name], True
+    left_out = not any(found.values())
     for number, figure in enumerate(row.figures):
         try:
             value = figure.value(found)
         except KeyError:
-            value, sound = "failed", row.may_fail and sound
+            value, sound = ("left out", False) if left_out else ("failed", row.may_fail and sound)
         met = figure.is_met(value)
         sound = sound and met is not False
         verdict = {True: "met", False: "MISSED", None: ""}[met]
@@ -342,6 +374,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", help="folder for what the runs printed, as JSON")
     parser.add_argument("--traces", action="store_true", help="with --out: timelines too, which Perfetto opens")
     parser.add_argument("--limit-s", type=positive, default=900.0, help="a run that takes longer is ended")
+    parser.add_argument("--minutes", type=positive, default=math.inf, help="leave out what would take longer")
     parser.add_argument("--list", action="store_true", help="print the rows and their commands, and measure nothing")
     mine, more = split(arguments)
     options: argparse.Namespace = parser.parse_args(mine)
@@ -374,7 +407,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.out:
         Path(options.out).mkdir(parents=True, exist_ok=True)
-    found = {name: {run: measure(run, ROWS[name], options) for run in ROWS[name].runs} for name in options.rows}
+    end_s = time.monotonic() + 60 * options.minutes
+    found = {name: measure_row(name, options, end_s - time.monotonic()) for name in options.rows}
     print()
     sound = [print_figures(name, found[name]) for name in options.rows]
     return int(not all(sound))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,20 @@ def test_a_figure_without_its_system_is_said_to_have_failed(capsys: pytest.Captu
     assert ["failed" in line for line in lines] == [False, True, False, True]
 
 
+def test_a_row_for_which_no_time_is_left_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rows, "measure", lambda *_: measured(45.0, of_26_bytes_per_param=0.93))
+    monkeypatch.setitem(rows.ROWS, "8b-peers", replace(rows.ROWS["8b-peers"], needs_s=600.0))
+    assert rows.main(["ssd", "--storage", "drive", "--minutes", "9.9"]) == 0
+    capsys.readouterr()
+    assert rows.main(["ssd", "8b-peers", "--storage", "drive", "--minutes", "9.9"]) == 1
+    printed = capsys.readouterr().out
+    assert "8b-peers: left out: it takes about 600 s, and 594 s of --minutes are left" in printed
+    assert printed.count("0.93") == 2, "as soon as it is there, and at the end"
+    assert [line.split()[-2:] for line in printed.splitlines()[-3:]] == [["left", "out"]] * 3
+
+
 def test_a_run_that_takes_too_long_is_ended_and_said() -> None:
     assert rows.finish([sys.executable, "-c", "import time; time.sleep(600)"], 0.2) == {
         "failed": "had not ended after 0 s"
@@ -157,10 +172,11 @@ def test_a_run_that_takes_too_long_is_ended_and_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("fast --storage drive", "'fast' is no row: give some of alpha, "),
+        ("fast --storage drive", "'fast' is no row: give some of ssd, "),
         ("ssd", "ssd without --storage: give a directory on the drive"),
         ("ram --traces", "--traces without --out"),
         ("ram --limit-s 0", "--limit-s: '0' given"),
+        ("ram --minutes soon", "--minutes: 'soon' given"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_sentence(
