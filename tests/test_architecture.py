@@ -28,6 +28,7 @@ NO_TORCH = {
         "ops",
         "ledger",
         "maker",
+        "passes",
         "placement",
         "schedule",
         "shapes",

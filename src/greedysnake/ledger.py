@@ -1,4 +1,4 @@
-"""What every buffer holds, and what an op may touch: the ground under contents.py. No torch."""
+"""What every buffer holds, and what an op may touch: the ground under contents.py and passes.py. No torch."""
 
 from __future__ import annotations
 
