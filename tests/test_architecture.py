@@ -28,6 +28,7 @@ NO_TORCH = {
         "ops",
         "ledger",
         "maker",
+        "carrier",
         "passes",
         "placement",
         "schedule",
@@ -36,7 +37,15 @@ NO_TORCH = {
     ),
     *("trace", "verify", "report.schedule_text", "runtime.io"),
     *("planning.costs", "planning.simulate", "planning.observe", "planning.solve", "report.plan_text"),
-    *("config", "settings", "learning_rate", "report.metrics", "report.progress", "report.configuration_text"),
+    *(
+        "config",
+        "options",
+        "settings",
+        "learning_rate",
+        "report.metrics",
+        "report.progress",
+        "report.configuration_text",
+    ),
 }
 LONG_FILE, TOO_LONG_FILE = 450, 700
 MUTATORS = {"append", "add", "update", "extend", "insert", "remove", "discard", "pop", "popitem", "clear", "setdefault"}

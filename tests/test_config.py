@@ -12,18 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from greedysnake import settings
-from greedysnake.config import (
-    DEFAULT,
-    Config,
-    DataOptions,
-    EngineOptions,
-    ModelOptions,
-    SchedulerOptions,
-    TrainingOptions,
-    difference,
-    load_config,
-)
+from greedysnake.config import DEFAULT, Config, difference, load_config
+from greedysnake.data.options import DataOptions
 from greedysnake.errors import ConfigError
+from greedysnake.options import EngineOptions, ModelOptions, SchedulerOptions, TrainingOptions
 from greedysnake.placement import Placement, Slots
 from greedysnake.report.configuration_text import EXAMPLES, commented_yaml, configuration_page
 

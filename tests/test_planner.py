@@ -15,11 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from families import EXPERTS, MIXED, SIZES
-from greedysnake import cli, planner, settings
+from greedysnake import cli, measuring, planner, settings
 from greedysnake.config import load_config
 from greedysnake.errors import ConfigError, PlanError, StorageError
 from greedysnake.locks import locked
-from greedysnake.planner import Machine, Planned, plan_run
+from greedysnake.measuring import Machine
+from greedysnake.planner import Planned, plan_run
 from greedysnake.planning.costs import BlockTimes, Rates
 from greedysnake.preparation import prepare
 from greedysnake.report.plan_text import plan_table, plan_text, print_plan
@@ -36,7 +37,7 @@ FAST = Bandwidth(3e9, 4e9, 3.5e9)
 def known_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring takes two seconds; what it finds is doctor's matter."""
     monkeypatch.setattr(
-        planner, "look_at_drive", lambda path: Drive(str(path), exists=True, device_number=1, bandwidth=FAST)
+        measuring, "look_at_drive", lambda path: Drive(str(path), exists=True, device_number=1, bandwidth=FAST)
     )
 
 
@@ -143,7 +144,7 @@ class TestPlan:
     ) -> None:
         slow = Bandwidth(5e6, 5e6, 5e6)
         drive = Drive("", exists=True, device_number=1, bandwidth=slow)
-        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        monkeypatch.setattr(measuring, "look_at_drive", lambda path: drive)
         values = values_in(tmp_path)
         values["engine"]["placement"] = {"activations_device": 1.0}
         planned = plan(values)
@@ -158,7 +159,7 @@ class TestPlan:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         drive = Drive("", exists=True, device_number=1, bandwidth=Bandwidth(5e6, 5e6, 5e6))
-        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        monkeypatch.setattr(measuring, "look_at_drive", lambda path: drive)
         planned = plan(values_in(tmp_path))
         assert planned.chosen.config.training.adam_moments == "float32"
         kinds = [option.config.training.adam_moments for option in planned.compact]
@@ -174,7 +175,7 @@ class TestPlan:
 
     def test_a_run_that_is_continued_keeps_its_moments(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drive = Drive("", exists=True, device_number=1, bandwidth=Bandwidth(5e6, 5e6, 5e6))
-        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        monkeypatch.setattr(measuring, "look_at_drive", lambda path: drive)
         values = values_in(tmp_path, adam_moments="int8")
         train(values)
         assert plan(values).compact == ()
@@ -231,12 +232,12 @@ class TestPlan:
     def test_a_run_that_does_not_fit_is_refused_before_anything_is_measured(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(planner, "look_at_drive", None)
+        monkeypatch.setattr(measuring, "look_at_drive", None)
         with pytest.raises(PlanError, match=r"^engine\.ram: needs"):
             plan(with_engine(values_in(tmp_path), ram="64KiB"))
 
     def test_what_train_refuses_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(planner, "look_at_drive", None)
+        monkeypatch.setattr(measuring, "look_at_drive", None)
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "thesis.txt").write_text("")
         for values, words in (
@@ -255,7 +256,7 @@ class TestPlan:
 
     def test_a_drive_that_cannot_be_measured_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         drive = Drive("x", exists=True, why_no_bandwidth="12 MiB are free, measuring asks for 1 GiB")
-        monkeypatch.setattr(planner, "look_at_drive", lambda path: drive)
+        monkeypatch.setattr(measuring, "look_at_drive", lambda path: drive)
         with pytest.raises(StorageError, match=r"^engine\.storage: how fast .* 12 MiB are free"):
             plan(values_in(tmp_path))
 
@@ -264,7 +265,7 @@ class TestPlan:
         for name in names:
             (tmp_path / name).mkdir()
         monkeypatch.setattr(
-            planner,
+            measuring,
             "look_at_drive",
             lambda path: Drive(str(path), exists=True, device_number=names[path.name], bandwidth=FAST),
         )

@@ -122,7 +122,7 @@ def test_a_run_from_before_tokens_were_checked_continues_and_is_exported(
 ) -> None:
     """An end token beyond the vocabulary changes nothing in training, and is refused in new runs only."""
     with monkeypatch.context() as patch:
-        patch.setattr("greedysnake.preparation.require_sound", lambda values: None)
+        patch.setattr("greedysnake.run_model.require_sound", lambda values: None)
         trained("a b", tmp_path, config=MODEL | {"eos_token_id": 999})
     config = gs.load_config(tmp_path / "train.yaml", ["training.max_steps=2"])
     gs.Trainer(config, console=Console(file=io.StringIO())).train()

@@ -20,7 +20,8 @@ from greedysnake.config import Config
 from greedysnake.models.export import export_model
 from greedysnake.models.huggingface import CausalLM, load_model
 from greedysnake.models.shrink import shrink
-from greedysnake.preparation import adamw, choose_device, model_configuration, why_not_compiled
+from greedysnake.preparation import adamw, choose_device, why_not_compiled
+from greedysnake.run_model import model_configuration
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.flat import decays_by_default
 from greedysnake.runtime.optimizer import AdamW

@@ -104,6 +104,17 @@ def explained(doing: str, path: Path | None = None) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def naming(prefix: str) -> Iterator[None]:
+    """Puts the key before messages of things that do not know where their values came from."""
+    try:
+        yield
+    except (ConfigError, PlanError) as error:
+        raise type(error)(f"{prefix}{error}") from error
+    except StorageError as error:
+        raise StorageError(f"{prefix}{error}", path=error.path, errno_name=error.errno_name) from error
+
+
 NEXT_MOVE = {
     errno.EROFS: "the filesystem is mounted read-only; give a directory that can be written",
     errno.EACCES: "change its permissions or those of its folder, or give another that this user may use",

@@ -9,7 +9,7 @@ from greedysnake.config import Config
 from greedysnake.data.tokenizers import load_tokenizer
 from greedysnake.errors import ConfigError, explained
 from greedysnake.models.export import DTYPES, export_model, is_free
-from greedysnake.preparation import make_model, model_configuration, require_same_model, values_of
+from greedysnake.run_model import make_model, model_configuration, require_same_model, values_of
 from greedysnake.runs import load_saved_run
 from greedysnake.runtime.stored import StoredModel
 

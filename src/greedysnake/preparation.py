@@ -5,10 +5,9 @@ The one exception is the cache of tokenised data, which comes last, when everyth
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,21 +17,27 @@ from typing import Any
 
 import torch
 
-from greedysnake import settings
 from greedysnake.compiling import missing_for_compiling
-from greedysnake.config import Config, TrainingOptions
+from greedysnake.config import Config
 from greedysnake.data.batches import Batches
 from greedysnake.data.corpus import Progress
 from greedysnake.data.files import find_sources
 from greedysnake.data.tokenizers import Tokenizer, load_tokenizer
-from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, StorageError, explained
+from greedysnake.errors import ConfigError, GreedySnakeError, PlanError, explained, naming
 from greedysnake.learning_rate import LearningRate
-from greedysnake.models.configuration import asked_for, make_configuration, read_configuration, require_sound
-from greedysnake.models.huggingface import CausalLM, load_model
-from greedysnake.models.loading import has_weights
+from greedysnake.models.huggingface import CausalLM
 from greedysnake.models.sequential import Model
 from greedysnake.ops import Plan
+from greedysnake.options import TrainingOptions
 from greedysnake.report.trackers import require_trackers
+from greedysnake.run_model import (
+    make_model,
+    model_configuration,
+    require_positions,
+    require_vocabulary,
+    require_weights,
+    values_of,
+)
 from greedysnake.runs import Run, find_run
 from greedysnake.runtime.arguments import check_moments
 from greedysnake.runtime.directory import own_directories
@@ -42,7 +47,6 @@ from greedysnake.runtime.footprint import Footprint, foresee, missing_room, outl
 from greedysnake.runtime.host import ram_bytes
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.runtime.optimizer import AdamW
-from greedysnake.runtime.stored import StoredModel
 from greedysnake.settings import Plain
 from greedysnake.shapes import Share
 from greedysnake.sizes import format_size
@@ -97,13 +101,13 @@ def prepare(config: Config, progress: Progress | None = None, share: Share | Non
     """
     share = share or Share()
     run = find_run(config)
-    with _key("engine.storage: "):
+    with naming("engine.storage: "):
         first = own_directories(config.storage, share)[0]
-    with _key("training."):
+    with naming("training."):
         require_trackers(config.training.report_to)
     device, model_config = device_and_configuration(config, is_new=run is None)
     if run is None:  # else the values come from the checkpoint
-        _require_weights(config)
+        require_weights(config)
     tokenizer = load_tokenizer(config.tokenizer)
     model = make_model(config, model_config)
     ram = ram_budget(config, share)
@@ -113,14 +117,14 @@ def prepare(config: Config, progress: Progress | None = None, share: Share | Non
     require_room(config, footprint, share)
     find_sources("data.validation_paths", config.data.validation_paths or ())  # before the rest is tokenised
     train = batches_of(config, tokenizer, "train", progress)
-    _require_vocabulary(config, model_config, train)
+    require_vocabulary(config, model_config, train)
     num_steps = _num_steps(config, train, share)
-    with _key("training."):
+    with naming("training."):
         rate = config.training.rate(num_steps)
     validation = None
     if config.training.eval_steps:
         validation = batches_of(config, tokenizer, "validation", progress)
-        _require_vocabulary(config, model_config, validation)
+        require_vocabulary(config, model_config, validation)
     return Prepared(
         config=config,
         share=share,
@@ -145,13 +149,13 @@ def device_and_configuration(config: Config, *, is_new: bool) -> tuple[str, Any]
     _require_compiler(config, device)
     _require_machine(config)
     model_config = model_configuration(config, is_new=is_new)
-    _require_positions(config, model_config)
+    require_positions(config, model_config)
     return device, model_config
 
 
 def require_room(config: Config, footprint: Footprint, share: Share | None = None) -> None:
     """PlanError or StorageError, beginning with engine.storage, when the drives have no room for a run."""
-    with _key("engine.storage: "):
+    with naming("engine.storage: "):
         require_disk(footprint, config.storage, share)
 
 
@@ -242,68 +246,6 @@ def _require_compiler(config: Config, device: str) -> None:
     missing = missing_for_compiling(device) if config.engine.compile else None
     if missing:
         raise ConfigError(f"engine.compile is true, and this machine lacks {missing}: install it, or use false")
-
-
-def model_configuration(config: Config, *, is_new: bool = True) -> Any:
-    """transformers' configuration of the model; unknown keys are refused, which transformers itself does not do.
-
-    Values are not judged again for a run that has begun: it may have an end token beyond its vocabulary, say.
-    """
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError as error:
-        raise ConfigError("training needs the package transformers: pip install transformers") from error
-    if config.model.path is not None:
-        with _key("model.path: "):
-            return read_configuration(Path(config.model.path))
-    values = dict(config.model.config or {})
-    kind = values["model_type"]
-    if kind not in CONFIG_MAPPING:
-        raise ConfigError(f"model.config.model_type is {kind!r}, which transformers does not know")
-    default: Any = CONFIG_MAPPING[kind]()
-    known = {"model_type", *default.to_dict(), *default.attribute_map, *asked_for(str(kind)), *_LEGACY_KEYS}
-    for key in values:
-        if key not in known:
-            raise ConfigError(settings.unknown_key(str(key), sorted(known), "model.config"))
-    if is_new:
-        with _key("model.config."):
-            require_sound(values)
-    with _key("model.config: "):
-        return make_configuration(values)
-
-
-def values_of(model_config: Any) -> dict[str, Plain]:
-    """What transformers' configuration says of a model, as JSON, without what does not change the training."""
-    values: dict[str, Plain] = json.loads(json.dumps(model_config.to_dict(), default=str))
-    return {key: value for key, value in values.items() if key not in _NOT_TRAINED}
-
-
-def require_same_model(engine: Engine | StoredModel, values: Mapping[str, Plain], output_dir: str) -> None:
-    """ConfigError unless `values_of` the model are those of the checkpoint: weights in a model that computes something
-    else are not what was trained. Their shapes do not tell."""
-    had = engine.metadata.get("model")
-    if not isinstance(had, dict):  # saved before checkpoints had it
-        return
-    same_version = had.get(TRANSFORMERS) == values.get(TRANSFORMERS)
-    for key in sorted({*had, *values} - {TRANSFORMERS}):
-        if had.get(key) != values.get(key) and (same_version or (key in had and key in values)):
-            raise ConfigError(
-                f"model: {key} is {values.get(key)!r} and was {had.get(key)!r} at the checkpoint of step "
-                f"{engine.num_steps} in {output_dir}: restore it (config.json of model.path), or start anew in another "
-                "output_dir"
-            )
-
-
-def make_model(config: Config, model_config: Any) -> CausalLM:
-    """The model as blocks, without its values yet; ConfigError when it cannot be trained, or not on such data."""
-    with _key("model: "):
-        model = load_model(config.model.path or model_config, seed=config.training.seed)
-    _require_untrained(config, model)
-    if config.data.packing and not model.split.packs:
-        raise ConfigError(
-            f"data.packing is true, and {model_config.model_type} cannot keep packed documents apart: set it to false"
-        )
-    return model
 
 
 @dataclass(frozen=True)
@@ -421,53 +363,6 @@ def _num_steps(config: Config, batches: Batches, share: Share) -> int:
     return math.ceil(epochs * batches.num_micro_batches_per_epoch / in_a_step)
 
 
-def _require_weights(config: Config) -> None:
-    """A folder whose weights were not fetched would train from random ones, and nobody would know."""
-    if config.model.path is None:
-        return
-    with _key("model.path: "):
-        if not has_weights(Path(config.model.path)):
-            raise ConfigError(
-                f"{config.model.path} has a config.json and no safetensors: fetch the weights, or put what config.json "
-                "says under model.config to start from random ones"
-            )
-
-
-def _require_untrained(config: Config, model: CausalLM) -> None:
-    """A checkpoint has what is trained; the rest comes from the model's files each time."""
-    if config.model.path is None or model.has_weights:
-        return
-    names = model.untrained_names(model.skeleton())
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise ConfigError(
-            f"model.path: {config.model.path} has no safetensors any more, and {names[0]}{more} come from there: they "
-            "are not trained, so no checkpoint has them: fetch the weights again"
-        )
-
-
-def _require_positions(config: Config, model_config: Any) -> None:
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    wanted = config.training.sequence_length
-    if isinstance(positions, int) and positions < 1:
-        raise ConfigError(f"model: max_position_embeddings is {positions}: give 1 or more")
-    if isinstance(positions, int) and wanted > positions:
-        raise ConfigError(
-            f"training.sequence_length is {wanted} and the model has {positions} positions "
-            f"(max_position_embeddings): give {positions} or less"
-        )
-
-
-def _require_vocabulary(config: Config, model_config: Any, batches: Batches) -> None:
-    """Asks the data, not the tokenizer: there are models whose tokenizer knows tokens that they do not use."""
-    vocabulary = int(model_config.get_text_config().vocab_size)
-    if batches.max_token_id >= vocabulary:
-        raise ConfigError(
-            f"model.tokenizer {config.tokenizer!r} gives token {batches.max_token_id} and the model's vocab_size is "
-            f"{vocabulary}: give the model's own tokenizer, or a model with a larger vocab_size"
-        )
-
-
 @contextmanager
 def leaving_nothing(config: Config) -> Iterator[None]:
     """Data that cannot be used leave no empty cache behind. Several ranks begin this before any of them tokenises, and
@@ -483,19 +378,3 @@ def leaving_nothing(config: Config) -> Iterator[None]:
                 for path in made:
                     path.rmdir()
         raise
-
-
-@contextmanager
-def _key(prefix: str) -> Iterator[None]:
-    """Puts the key before messages of things that do not know where their values came from."""
-    try:
-        yield
-    except (ConfigError, PlanError) as error:
-        raise type(error)(f"{prefix}{error}") from error
-    except StorageError as error:
-        raise StorageError(f"{prefix}{error}", path=error.path, errno_name=error.errno_name) from error
-
-
-TRANSFORMERS = "transformers_version"
-_NOT_TRAINED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id")
-_LEGACY_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "architectures")

@@ -13,7 +13,7 @@ from typing import cast
 from greedysnake.config import METRICS, Config
 from greedysnake.durable import sync
 from greedysnake.errors import ConfigError, explained
-from greedysnake.preparation import make_model, model_configuration, require_same_model, values_of
+from greedysnake.run_model import make_model, model_configuration, require_same_model, values_of
 from greedysnake.runs import Run, load_saved_run, note_run
 from greedysnake.runtime.stored import StoredModel, copy_for_ranks
 from greedysnake.shapes import MOMENTS, MomentsName

@@ -28,7 +28,6 @@ from greedysnake.preparation import (
     leaving_nothing,
     open_engine,
     prepare,
-    require_same_model,
     why_not_compiled,
 )
 from greedysnake.preplanning import plan_apart, require_one_process
@@ -46,6 +45,7 @@ from greedysnake.report.progress import (
     summary_text,
 )
 from greedysnake.report.trackers import open_trackers
+from greedysnake.run_model import require_same_model
 from greedysnake.runs import Run, begin_run, note_run, one_at_a_time
 from greedysnake.runtime.engine import Engine
 from greedysnake.runtime.ranks import Ranks

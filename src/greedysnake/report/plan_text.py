@@ -15,7 +15,8 @@ from greedysnake.sizes import format_size
 
 if TYPE_CHECKING:
     from greedysnake.config import Config
-    from greedysnake.planner import Machine, Option, Planned
+    from greedysnake.measuring import Machine
+    from greedysnake.planner import Option, Planned
 
 DAY_S = 86400
 UNUSED_RAM = 0.1
