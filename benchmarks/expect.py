@@ -40,7 +40,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
     end, chunk = options.vocab * options.hidden, options.chunk_params
     shapes = [
         block_shape("embed", end, 0, chunk, "ends"),
-        *(block_shape(f"layers.{n}", layer_params(options), 0, chunk, "layers") for n in range(options.layers)),
+        *(
+            block_shape(f"layers.{number}", count * layer_params(options), 0, chunk, "layers")
+            for number, count in enumerate(layers_of_blocks(options))
+        ),
         block_shape("head", end + options.hidden, 0, chunk, "ends"),
     ]
     blocks = keep_on_device(shapes, placement)
@@ -56,19 +59,27 @@ def plan_of(options: argparse.Namespace) -> Plan:
     return Plan(blocks, homes, precision_of("bfloat16", options.moments), placement, slots, clips)
 
 
+def layers_of_blocks(options: argparse.Namespace) -> list[int]:
+    most = options.layers_per_block
+    return [min(most, options.layers - first) for first in range(0, options.layers, most)]
+
+
 def layer_params(options: argparse.Namespace) -> int:
     hidden, of_groups = options.hidden, options.hidden // options.heads * options.kv_heads
     return int(2 * hidden * hidden + 2 * hidden * of_groups + 3 * hidden * options.mlp + 2 * hidden)
 
 
 def times_of(options: argparse.Namespace, flops: float, head_flops: float) -> list[BlockTimes]:
-    """By operations. A recompute leaves out the layer's last product, which only its output needs."""
+    """By operations. A recompute leaves out the block's last product, which only its output needs."""
     tokens = options.micro_batch * options.sequence
     forward = tokens * (2 * layer_params(options) + 4 * options.hidden * options.sequence)
     last_product = tokens * 2 * options.hidden * options.mlp
-    layer = BlockTimes(forward / flops, (3 * forward - last_product) / flops)
+    layers = [
+        BlockTimes(count * forward / flops, (3 * count * forward - last_product) / flops)
+        for count in layers_of_blocks(options)
+    ]
     head = tokens * 6 * options.vocab * options.hidden / head_flops
-    return [BlockTimes(0.0, 0.0), *[layer] * options.layers, BlockTimes(head / 3, head)]
+    return [BlockTimes(0.0, 0.0), *layers, BlockTimes(head / 3, head)]
 
 
 def expected(options: argparse.Namespace, machine: argparse.Namespace) -> Forecast:

@@ -86,6 +86,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--placement", nargs="*", default=[], metavar="NAME=SHARE", help="fields of gs.Placement")
     parser.add_argument("--slots", nargs="*", default=[], metavar="NAME=COUNT", help="fields of gs.Slots")
     parser.add_argument("--io", nargs="*", default=[], metavar="NAME=VALUE", help="fields of gs.IoOptions")
+    parser.add_argument(
+        "--layers-per-block",
+        type=count,
+        default=1,
+        help="layers of greedysnake that share an activation and stream together",
+    )
     parser.add_argument("--chunk-params", type=count, default=4 << 20)
     parser.add_argument("--threads", type=count, default=None, help="optimizer threads")
     parser.add_argument("--single-slot", action="store_true")

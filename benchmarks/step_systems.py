@@ -133,6 +133,7 @@ def greedysnake_model(options: argparse.Namespace) -> Any:
         [made_on_device(Layer)] * options.layers,
         made_on_device(Head),
         num_targets=lambda batch: batch["input_ids"].shape[0] * (options.sequence - 1),
+        layers_per_block=options.layers_per_block,
     )
 
 

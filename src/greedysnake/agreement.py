@@ -54,7 +54,8 @@ def compare(config: Config, console: Console) -> bool:
     small = shrink(full, min(NUM_LAYERS, full.get_text_config().num_hidden_layers))
     device = choose_device(config.engine.device)
     batches = [make_batches(step, small.get_text_config().vocab_size) for step in range(NUM_STEPS)]
-    model = load_model(small, seed=config.training.seed)
+    options: Any = {"seed": config.training.seed, "layers_per_block": config.engine.layers_per_block or 1}
+    model = load_model(small, **options)
     with tempfile.TemporaryDirectory(prefix="greedysnake-verify-") as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a temporary directory without O_DIRECT is no reason to worry here
         optimizer = adamw(config.training)
@@ -63,7 +64,7 @@ def compare(config: Config, console: Console) -> bool:
         plain = train_plainly(config, Path(name) / "start", batches, device)
         rounded = None
         if optimizer != exact:
-            again = load_model(small, seed=config.training.seed)
+            again = load_model(small, **options)
             rounded = train_here(config, optimizer, again, batches, Path(name) / "rounded", device)[1]
     title = f"{small.model_type}, {small.num_hidden_layers} small layers, float32 on {device}"
     console.print(title, highlight=False, markup=False)

@@ -89,6 +89,11 @@ class Config:
         assert tokenizer is not None
         return tokenizer
 
+    def with_default_blocks(self, layers_per_block: int) -> Config:
+        """With so many layers in a block unless it says itself how many."""
+        chosen = self.engine.layers_per_block or layers_per_block
+        return replace(self, engine=replace(self.engine, layers_per_block=chosen))
+
     def as_yaml(self) -> str:
         """All values, defaults included, with paths that do not depend on the working directory."""
         values = settings.plain(self)
@@ -159,6 +164,7 @@ def difference(had: Config, given: Config) -> str | None:
 
     What changes the course of a training but not what is trained, such as the learning rate, may differ.
     """
+    had, given = had.with_default_blocks(1), given.with_default_blocks(had.engine.layers_per_block or 1)
     old, new = (settings.read_yaml(config.as_yaml(), "config") for config in (had, given))
     if had.dtype != given.dtype:  # which has two keys
         return f"engine.dtype was {had.dtype!r} and is {given.dtype!r}"
@@ -184,6 +190,7 @@ _IDENTITY = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
     "engine.chunk_params",
+    "engine.layers_per_block",
     "engine.single_slot",
 }
 

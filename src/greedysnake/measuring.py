@@ -6,6 +6,7 @@ of the run's shape. Nothing of the run is written or changed.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ import torch
 from greedysnake.config import Config
 from greedysnake.errors import StorageError
 from greedysnake.locks import locked
+from greedysnake.models.huggingface import CausalLM
 from greedysnake.models.sequential import Batch, BlockSource, Model
 from greedysnake.ops import Plan
 from greedysnake.placement import num_compute_blocks
@@ -54,6 +56,7 @@ class Machine:
     rates: Rates
     times: tuple[BlockTimes, ...]
     """Of each block of the whole model."""
+    layers_per_block: int = 1
     room_bytes: int | None = None
     """Memory of the device for buffers and homes, besides what computing needs; None where it is RAM."""
 
@@ -70,26 +73,43 @@ class Machine:
         times = (BlockTimes(each.forward_s * slower, each.backward_s * slower) for each in self.times)
         return replace(self, rates=rates, times=tuple(times))
 
+    def with_blocks_of(self, layers_per_block: int) -> Machine:
+        """As it would be with so many layers in a block, from what was measured with one."""
+        assert self.layers_per_block == 1
+        embed, *layers, head = self.times
+        groups = [layers[first : first + layers_per_block] for first in range(0, len(layers), layers_per_block)]
+        blocks = [
+            BlockTimes(sum(each.forward_s for each in group), sum(each.backward_s for each in group))
+            for group in groups
+        ]
+        return replace(self, times=(embed, *blocks, head), layers_per_block=layers_per_block)
+
+
+def measure_drives(config: Config, say: Say) -> Bandwidth:
+    """By a file that is gone afterwards."""
+    directories = [nearest_existing(directory) for directory in config.storage]
+    say("measuring " + ", ".join(map(str, directories)))
+    return _bandwidth(directories)
+
 
 def measure(
     config: Config,
-    model: Model,
+    model: CausalLM,
     model_config: Any,
     outlined: Outline,
     plan: Plan,
+    drives: Bandwidth,
     *,
     device: str,
     ram: int,
     say: Say,
 ) -> Machine:
-    """Its drives by a file that is gone afterwards, the rest by a few steps of a shortened model."""
-    directories = [nearest_existing(directory) for directory in config.storage]
-    say("measuring " + ", ".join(map(str, directories)))
-    drives = _bandwidth(directories)
+    """All but its drives, by a few steps of a shortened model."""
     kinds = _kinds(outlined.blocks, getattr(model_config.get_text_config(), "layer_types", None))
     kept = [number for numbers in kinds for number in numbers[: TRIAL_LAYERS[device]]]
     num_compute = sum(map(len, kinds))
-    say(f"training {len(kept) - 2} of {num_compute - 2} layers for {TRIAL_STEPS} steps on {device}")
+    what = "layers" if model.layers_per_block == 1 else f"blocks of {model.layers_per_block} layers"
+    say(f"training {len(kept) - 2} of {num_compute - 2} {what} for {TRIAL_STEPS} steps on {device}")
     batches = _batches(config, int(model_config.get_text_config().vocab_size))
     with torch_threads(config.engine.compute_threads):
         seen, room_bytes = _try(
@@ -113,7 +133,8 @@ def measure(
         ssd_read_bytes_per_s=drives.read_bytes_per_s,
         ssd_write_bytes_per_s=drives.write_bytes_per_s,
     )
-    return Machine(device, rates, tuple(times[number] for number in range(num_compute)), room_bytes)
+    of_blocks = tuple(times[number] for number in range(num_compute))
+    return Machine(device, rates, of_blocks, model.layers_per_block, room_bytes)
 
 
 def _typical(times: Sequence[BlockTimes]) -> BlockTimes:
@@ -158,8 +179,13 @@ def _kinds(blocks: Sequence[FlatBlock], layer_types: Sequence[str] | None) -> li
     for number, block in enumerate(blocks[:num_compute]):
         kind: object = number
         if 0 < number < num_compute - 1:
-            places = tuple((place.name.removeprefix(f"{block.name}."), place.shape) for place in block.places)
-            kind = (places, layer_types[number - 1] if layer_types else None)
+            names = [place.name.split(".", 2) for place in block.places]  # layers.7.mlp.weight
+            layers = list(dict.fromkeys(int(layer) for _, layer, _ in names))
+            places = tuple(
+                (layers.index(int(layer)), name, place.shape)
+                for (_, layer, name), place in zip(names, block.places, strict=True)
+            )
+            kind = (places, tuple(layer_types[layer] for layer in layers) if layer_types else None)
         kinds.setdefault(kind, []).append(number)
     return list(kinds.values())
 
@@ -216,6 +242,8 @@ def _try(
     Returns what was seen, and the room that a GPU has beside what computing needs."""
     free_bytes = 0
     if device == "cuda":
+        gc.collect()  # of the trial before
+        torch.cuda.empty_cache()
         free_bytes = torch.cuda.mem_get_info()[0]
         torch.cuda.reset_peak_memory_stats()
     beside = _beside(config.storage[0])

@@ -220,6 +220,10 @@ class EngineOptions:
     """With clipping: after steps that were not clipped, do the next one's updates in the backward without waiting for
     the norm, and once more if it is clipped after all. Nothing changes but the time. Takes half as much disk space
     again; null is true where there is room."""
+    layers_per_block: int | None = None
+    """Layers that pass through the device together. One activation is kept for all of them, so more of them take less
+    room for activations and more on the device for weights, gradients and what computing needs. null is 1, what the
+    run that is continued has, or what `plan` finds best."""
     chunk_params: int | None = None
     """Parameters in a chunk: the unit of SSD transfer and of optimizer work. null is 4 Mi, or less for a small
     engine.ram."""
@@ -244,7 +248,8 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _require_fraction("alpha", self.alpha)
-        _require_at_least("chunk_params", self.chunk_params, 1)
+        for name in ("chunk_params", "layers_per_block"):
+            _require_at_least(name, getattr(self, name), 1)
         for name in ("num_threads", "compute_threads"):
             count = getattr(self, name)
             if count is not None and not 1 <= count <= MAX_THREADS:

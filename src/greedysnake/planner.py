@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import get_args
+from typing import Any, get_args
+
+import torch
 
 from greedysnake.config import Config
-from greedysnake.errors import ConfigError, PlanError
-from greedysnake.measuring import Machine, Say, measure
+from greedysnake.errors import ConfigError, OpError, PlanError
+from greedysnake.measuring import Machine, Say, measure, measure_drives
+from greedysnake.models.huggingface import CausalLM
 from greedysnake.planning.costs import Costs
 from greedysnake.planning.simulate import Forecast, forecast
 from greedysnake.planning.solve import Choice, solve
@@ -25,6 +27,7 @@ from greedysnake.preparation import (
 from greedysnake.run_model import make_model
 from greedysnake.runs import find_run
 from greedysnake.runtime.directory import own_directories
+from greedysnake.runtime.drive import Bandwidth
 from greedysnake.runtime.filling import homes_bytes
 from greedysnake.runtime.footprint import Footprint, missing_room
 from greedysnake.runtime.opening import Stored, stored_in
@@ -34,6 +37,9 @@ from greedysnake.shapes import MomentsName, Share
 SATURATED = 0.97
 """Of a step, computing: more micro-batches would gain no more than the rest."""
 MOST_DOUBLINGS = 6
+LAYERS_PER_BLOCK = (2, 4, 8)
+WORTH_IT = 0.03
+"""Of a step: less is not worth another trial, nor the memory that larger blocks take."""
 
 
 @dataclass(frozen=True)
@@ -104,23 +110,105 @@ def plan_run(config: Config, say: Say, num_ranks: int = 1) -> Planned:
         raise ConfigError(f"--ranks is {num_ranks}: give at least 1")
     share = Share(0, num_ranks, num_ranks)
     run = find_run(config)
+    if run is not None:
+        config = config.with_default_blocks(run.config.engine.layers_per_block or 1)
     device, model_config = device_and_configuration(config, is_new=run is None)
     model, ram = make_model(config, model_config), ram_budget(config, share)
     stored = stored_in(own_directories(config.storage, share)[0]) if run else None
-    outlined = outline_of(config, model, model_config, ram, stored, share)
-    footprint = footprint_of(config, outlined, ram, stored)
-    require_room(config, footprint, share)  # a run that does not fit is refused before anything is measured
-    machine = measure(config, model, model_config, outlined, footprint.plan, device=device, ram=ram, say=say)
-    expecting = _Expecting(config, machine.of_one_of(num_ranks), outlined, ram, stored)
+    subject = _Subject(config, model, model_config, device, ram, stored, share, say)
+    require_room(config, subject.footprint(), share)  # a run that does not fit is refused before anything is measured
+    drives = measure_drives(config, say)
+    machine = subject.measure(drives)
+    expecting = subject.expecting(machine)
     given = expecting.as_configured()
     say("looking for the best alpha and slots")
-    chosen, choice, expecting = expecting.best(given)
+    best = expecting.best(given)
+    if config.engine.layers_per_block is None and config.engine.schedule == "vertical":
+        subject, machine, best = _with_larger_blocks(subject, machine, best, drives)
+    chosen, choice, expecting = best
     say("looking at larger steps")
     compact: Iterator[Option] = iter(())
     if run is None:  # one that is continued keeps its moments
-        outline = partial(outline_of, model=model, model_config=model_config, ram=ram, share=share)
-        compact = expecting.compact(chosen, choice, outline)
+        compact = expecting.compact(chosen, choice, subject.outline)
     return Planned(machine, given, chosen, tuple(expecting.larger(chosen, choice)), tuple(compact))
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is planned, and where."""
+
+    config: Config
+    model: CausalLM
+    model_config: Any
+    device: str
+    ram: int
+    stored: Stored | None
+    share: Share
+    say: Say
+
+    def with_blocks_of(self, layers_per_block: int) -> _Subject:
+        engine = replace(self.config.engine, layers_per_block=layers_per_block)
+        return replace(
+            self, config=replace(self.config, engine=engine), model=self.model.in_blocks_of(layers_per_block)
+        )
+
+    def outline(self, config: Config | None = None) -> Outline:
+        return outline_of(config or self.config, self.model, self.model_config, self.ram, self.stored, self.share)
+
+    def footprint(self) -> Footprint:
+        return footprint_of(self.config, self.outline(), self.ram, self.stored)
+
+    def measure(self, drives: Bandwidth) -> Machine:
+        outlined, plan = self.outline(), self.footprint().plan
+        options: Any = {"device": self.device, "ram": self.ram, "say": self.say}
+        return measure(self.config, self.model, self.model_config, outlined, plan, drives, **options)
+
+    def expecting(self, machine: Machine) -> _Expecting:
+        share = machine.of_one_of(self.share.num_ranks)
+        return _Expecting(self.config, share, self.outline(), self.ram, self.stored)
+
+    def best(self, machine: Machine) -> Best | None:
+        """None where RAM or the device has no room."""
+        expecting = self.expecting(machine)
+        try:
+            best = expecting.best(expecting.as_configured())
+        except PlanError:
+            return None
+        room = machine.room_bytes
+        return best if room is None or best[0].footprint.device_bytes <= room else None
+
+
+def _with_larger_blocks(
+    subject: _Subject, machine: Machine, best: Best, drives: Bandwidth
+) -> tuple[_Subject, Machine, Best]:
+    """With more layers in a block, if that is faster: activations take less room then, and the device computes a
+    little more, in more memory. What is expected of it, by what was measured of single layers, is measured before it
+    counts."""
+    num_layers = len(machine.times) - 2
+    if Planned.is_saturated(best[0]) or not subject.model.may_be_grouped:
+        return subject, machine, best
+    subject.say("looking at more layers in a block")
+    hopes = []
+    for count in (count for count in LAYERS_PER_BLOCK if count <= num_layers // 2):
+        other = subject.with_blocks_of(count)
+        hoped = other.best(machine.with_blocks_of(count))
+        if hoped is not None:
+            hopes.append((hoped[0].typical_s, count, other))
+    enough_s = best[0].typical_s * (1 - WORTH_IT)
+    for hoped_s, count, other in sorted(hopes, key=lambda hope: hope[:2]):
+        if hoped_s > enough_s:
+            break
+        try:
+            tried = other.measure(drives)
+        except (OpError, torch.OutOfMemoryError) as error:
+            if "OutOfMemoryError" not in f"{type(error).__name__} {error}":
+                raise
+            subject.say(f"the device has no room for blocks of {count} layers")
+            continue
+        found = other.best(tried)
+        if found is not None and found[0].typical_s <= enough_s:
+            return other, tried, found
+    return subject, machine, best
 
 
 class _Expecting:
@@ -136,7 +224,7 @@ class _Expecting:
     def as_configured(self) -> Option:
         return self._option(self._config, more_slots=True, fill_device=False)
 
-    def best(self, given: Option) -> tuple[Option, Choice, _Expecting]:
+    def best(self, given: Option) -> Best:
         """The best of what is not set, and who expects that. Whether updates wait for the norm is decided by what it
         saves here, if there is room."""
         found = [(*self.fastest(given), self)]
@@ -217,6 +305,7 @@ class _Expecting:
         engine = replace(
             config.engine,
             ram=Size(self._ram * self._outlined.share.num_here),
+            layers_per_block=config.engine.layers_per_block or 1,
             vram=None,
             fill_ram=False,
             placement=plan.placement,
@@ -233,3 +322,7 @@ class _Expecting:
         count = config.training.gradient_accumulation_steps
         by_hand = homes_bytes(footprint.plan, count, self._outlined.activation_bytes)
         return Size(max(0, room - footprint.device_bytes + by_hand))
+
+
+Best = tuple[Option, Choice, _Expecting]
+"""The best option, what was chosen for it, and who expects that."""

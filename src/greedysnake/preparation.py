@@ -101,6 +101,7 @@ def prepare(config: Config, progress: Progress | None = None, share: Share | Non
     """
     share = share or Share()
     run = find_run(config)
+    config = config.with_default_blocks((run and run.config.engine.layers_per_block) or 1)
     with naming("engine.storage: "):
         first = own_directories(config.storage, share)[0]
     with naming("training."):

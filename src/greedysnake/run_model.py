@@ -77,7 +77,11 @@ def require_same_model(engine: Engine | StoredModel, values: Mapping[str, Plain]
 def make_model(config: Config, model_config: Any) -> CausalLM:
     """The model as blocks, without its values yet; ConfigError when it cannot be trained, or not on such data."""
     with naming("model: "):
-        model = load_model(config.model.path or model_config, seed=config.training.seed)
+        model = load_model(
+            config.model.path or model_config,
+            seed=config.training.seed,
+            layers_per_block=config.engine.layers_per_block or 1,
+        )
     _require_untrained(config, model)
     if config.data.packing and not model.split.packs:
         raise ConfigError(

@@ -98,7 +98,8 @@ class Trainer:
             if plan_first and self.prepared.num_done < self.prepared.num_steps:
                 self.config = plan_apart(self.config)
                 self.prepared = self._prepare()
-            prepared, config = self.prepared, self.config
+            prepared = self.prepared
+            config = prepared.config
             resources.enter_context(torch_threads(config.engine.compute_threads))
             engine = resources.enter_context(
                 open_engine(

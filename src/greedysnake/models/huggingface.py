@@ -20,14 +20,12 @@ from greedysnake.models.check import check_model
 from greedysnake.models.configuration import make_configuration, read_configuration, require_sound
 from greedysnake.models.loading import Files, Materializer, Weights, has_weights
 from greedysnake.models.loss import CHUNK_TOKENS, IGNORED
-from greedysnake.models.sequential import Batch, BlockSource
+from greedysnake.models.sequential import Batch, BlockSource, Built, grouped, require_layers_per_block
 from greedysnake.models.split import Split, build_skeleton, find_balance, make_blocks
 
 EAGER = "eager"
 SUPPORTS_SDPA = "_supports_sdpa"
 """Flag of a model class in transformers."""
-
-Built = tuple[nn.Module, dict[str, nn.Parameter]]
 
 
 def load_model(
@@ -36,6 +34,7 @@ def load_model(
     seed: int = 0,
     chunk_tokens: int = CHUNK_TOKENS,
     attn_implementation: str = "sdpa",
+    layers_per_block: int = 1,
 ) -> CausalLM:
     """What `Engine` takes, from a model folder of Hugging Face, or from a configuration: a folder with config.json
     alone, a dict with "model_type", or a PretrainedConfig.
@@ -43,16 +42,25 @@ def load_model(
     With weights in the folder, they are read block by block when the engine is made. Without, the model is initialised
     as Hugging Face does it, the same for the same `seed`. The loss is computed in chunks of `chunk_tokens`, so the
     logits never exist as a whole. `attn_implementation` is that of transformers; models that have no "sdpa" (Gemma 2,
-    gpt-oss) use "eager" instead.
+    gpt-oss) use "eager" instead. `layers_per_block` layers stream as one block, as in `Sequential`.
 
     Before anything else, a small copy of the model is trained whole and in blocks; ConfigError if they differ.
     """
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens is {chunk_tokens}: give 1 or more")
+    require_layers_per_block(layers_per_block)
     path, config = _find(path_or_config)
     attn_implementation = _attention(config, attn_implementation)
     split = check_model(config, attn_implementation)
-    return CausalLM(config, path, split, seed=seed, chunk_tokens=chunk_tokens, attn_implementation=attn_implementation)
+    return CausalLM(
+        config,
+        path,
+        split,
+        seed=seed,
+        chunk_tokens=chunk_tokens,
+        attn_implementation=attn_implementation,
+        layers_per_block=layers_per_block,
+    )
 
 
 class CausalLM:
@@ -69,6 +77,7 @@ class CausalLM:
         seed: int,
         chunk_tokens: int,
         attn_implementation: str,
+        layers_per_block: int,
     ) -> None:
         self.config = config
         """Hugging Face's configuration."""
@@ -76,6 +85,7 @@ class CausalLM:
         """The folder that it came from, if any."""
         self.split = split
         self.attn_implementation = attn_implementation
+        self.layers_per_block = layers_per_block
         self._seed = seed
         self._chunk_tokens = chunk_tokens
         self._files = Files(path) if path is not None and has_weights(path) else None
@@ -110,9 +120,23 @@ class CausalLM:
         members: list[tuple[str, nn.Module]] = [("embed", blocks.embed)]
         members += [(f"layers.{index}", layer) for index, layer in enumerate(blocks.layers)]
         members.append(("head", blocks.head))
+        sources = []
         for index, (name, module) in enumerate(members):
             fill = partial(_fill, materializer, frame, weights, name=name, index=index)
-            yield _Source(name, (), partial(self._build, frame, name, module, fill))
+            sources.append(_Source(name, partial(self._build, frame, name, module, fill)))
+        return grouped(sources, self.layers_per_block)
+
+    @property
+    def may_be_grouped(self) -> bool:
+        """Whether a block can have several layers: not where layers have a part in the loss, as routers have that are
+        balanced."""
+        return find_balance(self.skeleton()) is None
+
+    def in_blocks_of(self, layers_per_block: int) -> CausalLM:
+        """The same model with so many layers in a block."""
+        other = copy.copy(self)
+        other.layers_per_block = layers_per_block
+        return other
 
     def num_targets(self, batch: Batch) -> int:
         """Labels that are predicted: all but those that are -100, and but the first of a row."""
@@ -197,7 +221,8 @@ class CausalLM:
 
 
 @dataclass(frozen=True)
-class _Source(BlockSource):
+class _Source:
+    name: str
     make: Callable[[bool], Built]
 
     def build(self, *, values: bool = True) -> Built:

@@ -43,35 +43,67 @@ class LayerGroup(nn.Module):
         return hidden
 
 
+Built = tuple[nn.Module, dict[str, nn.Parameter]]
+"""A block's module, and its parameters by their full names."""
+
+
+class BlockSource(Protocol):
+    """How to make one block."""
+
+    @property
+    def name(self) -> str: ...
+
+    def build(self, *, values: bool = True) -> Built:
+        """Makes it. Without `values` the parameters' contents do not matter, as when they come from a checkpoint."""
+
+
 @dataclass(frozen=True)
-class BlockSource:
-    """How to make one block: its modules with the prefix their parameters' names get."""
+class _Single:
+    """A block of one module."""
 
     name: str
-    members: tuple[tuple[str, ModuleSource], ...]
+    source: ModuleSource
 
-    def build(self, *, values: bool = True) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-        """Makes the block's module; returns it with its parameters by their full names.
+    def build(self, *, values: bool = True) -> Built:
+        module = _build(self.name, self.source)
+        return module, {f"{self.name}.{name}": parameter for name, parameter in module.named_parameters()}
 
-        Without `values` the parameters' contents do not matter, as when they come from a checkpoint.
-        """
-        modules = [(prefix, _build(prefix, source)) for prefix, source in self.members]
-        parameters: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
-        for prefix, module in modules:
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:  # the same layer may be there twice
-                    parameters[f"{prefix}.{name}"] = parameter
-                    seen.add(id(parameter))
-        if len(modules) == 1:
-            return modules[0][1], parameters
-        for prefix, layer in modules:
-            if hasattr(layer, "side_gradient"):
+
+@dataclass(frozen=True)
+class _Group:
+    """A block of several layers."""
+
+    name: str
+    layers: tuple[BlockSource, ...]
+
+    def build(self, *, values: bool = True) -> Built:
+        modules: list[nn.Module] = []
+        parameters: dict[int, tuple[str, nn.Parameter]] = {}
+        for layer in self.layers:
+            module, found = layer.build(values=values)
+            if hasattr(module, "side_gradient"):
                 raise ConfigError(
-                    f"{prefix} has a side_gradient and needs a block of its own: set layers_per_block to 1"
+                    f"{layer.name} has a side_gradient and needs a block of its own: set layers_per_block to 1"
                 )
-        module = LayerGroup([module for _, module in modules])
-        return module, parameters
+            modules.append(module)
+            for name, parameter in found.items():
+                parameters.setdefault(id(parameter), (name, parameter))  # the same layer may be there twice
+        return LayerGroup(modules), dict(parameters.values())
+
+
+def grouped(sources: Sequence[BlockSource], layers_per_block: int) -> Iterator[BlockSource]:
+    """Embedding, layers and head with so many layers in a block, or what is left of them in the last one."""
+    embed, *layers, head = sources
+    yield embed
+    for first in range(0, len(layers), layers_per_block):
+        group = tuple(layers[first : first + layers_per_block])
+        yield group[0] if len(group) == 1 else _Group(f"layers.{first}-{first + len(group) - 1}", group)
+    yield head
+
+
+def require_layers_per_block(count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigError(f"layers_per_block is {count}: give a whole number, 1 or more")
 
 
 class Model(Protocol):
@@ -112,9 +144,9 @@ class Sequential:
         layers_per_block: int = 1,
     ) -> None:
         """`num_targets(batch)` is known before the forward, so that a step's loss is its sum over the targets of
-        all its micro-batches divided by their number. `layers_per_block` layers stream as one block."""
-        if not isinstance(layers_per_block, int) or layers_per_block < 1:
-            raise ConfigError(f"layers_per_block is {layers_per_block}: give a whole number, 1 or more")
+        all its micro-batches divided by their number. `layers_per_block` layers stream as one block, which keeps
+        one activation for all of them, and takes memory on the device for the weights, gradients and graphs of all."""
+        require_layers_per_block(layers_per_block)
         if not isinstance(layers, Iterable):
             raise ConfigError(f"layers is a {type(layers).__name__}: give a list of modules, or of functions")
         self._count = num_targets
@@ -128,13 +160,9 @@ class Sequential:
 
     def sources(self) -> Iterator[BlockSource]:
         """The blocks in forward order."""
-        yield BlockSource("embed", (("embed", self._embed),))
-        for first in range(0, len(self._layers), self._layers_per_block):
-            group = self._layers[first : first + self._layers_per_block]
-            members = tuple((f"layers.{first + offset}", layer) for offset, layer in enumerate(group))
-            name = f"layers.{first}" if len(group) == 1 else f"layers.{first}-{first + len(group) - 1}"
-            yield BlockSource(name, members)
-        yield BlockSource("head", (("head", self._head),))
+        layers = [_Single(f"layers.{number}", layer) for number, layer in enumerate(self._layers)]
+        sources = [_Single("embed", self._embed), *layers, _Single("head", self._head)]
+        return grouped(sources, self._layers_per_block)
 
 
 def _build(name: str, source: ModuleSource) -> nn.Module:

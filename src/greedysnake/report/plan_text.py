@@ -40,11 +40,12 @@ def machine_text(machine: Machine, config: Config) -> str:
     layers = machine.times[1:-1] or machine.times
     forward_s, backward_s = (max(getattr(each, name) for each in layers) for name in ("forward_s", "backward_s"))
     shape = f"{training.per_device_train_batch_size} x {training.sequence_length}"
+    what = "a layer" if machine.layers_per_block == 1 else f"{machine.layers_per_block} layers"
     return "\n".join(
         [
             f"drives: {_giga(rates.ssd_bytes_per_s)} GB/s reading and writing, {alone}",
             f"device: {machine.device}; {_giga(rates.h2d_bytes_per_s)} GB/s there, {_giga(rates.d2h_bytes_per_s)} back",
-            f"a layer: {1e3 * forward_s:.3g} ms forward, {1e3 * backward_s:.3g} ms backward for {shape} tokens",
+            f"{what}: {1e3 * forward_s:.3g} ms forward, {1e3 * backward_s:.3g} ms backward for {shape} tokens",
             f"updates: {_giga(rates.cpu_params_per_s)} billion parameters per second",
         ]
     )
@@ -151,6 +152,7 @@ def _option_json(option: Option) -> dict[str, object]:
         "ram_bytes": option.footprint.ram_bytes,
         "disk_bytes": option.disk_bytes,
         "alpha": engine.alpha,
+        "layers_per_block": engine.layers_per_block,
         "moments": option.config.training.adam_moments,
         "slots": vars(plan.slots),
         "placement": vars(plan.placement),
@@ -170,6 +172,8 @@ def _changes(given: Option, chosen: Option) -> Iterator[str]:
     before, after = given.config.engine, chosen.config.engine
     if before.alpha != after.alpha:
         yield f"engine.alpha {after.alpha:g} instead of {before.alpha:g}"
+    if before.layers_per_block != after.layers_per_block:
+        yield f"engine.layers_per_block {after.layers_per_block} instead of {before.layers_per_block}"
     if chosen.footprint.plan.may_be_tentative and not given.footprint.plan.may_be_tentative:
         yield "engine.optimistic true"
     for name in ("activations_device", "weights_device"):
