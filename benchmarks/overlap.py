@@ -3,9 +3,9 @@
 The drive is the I/O engine's rate limit; the device is blocks that wait instead of computing, so that the cores are
 free for the engine. Blocks have parameters, so all bytes flow: read, updated by the real optimizer and written.
 Is an SSD-bound step as long as its bytes need, a compute-bound one as long as its compute, and one that needs both
-equally as long as either? What do vertical order, weights that stay on the device and moments in fewer bytes gain where
-the drive is the bound, and a late share of the update when both are equally busy? And what does exact clipping
-cost then? Beside what was measured stands what the simulator expects of the same schedule.
+equally as long as either? What do vertical order, weights that stay on the device, layers that share an activation and
+moments in fewer bytes gain where the drive is the bound, and a late share of the update when both are equally busy? And
+what does exact clipping cost then? Beside what was measured stands what the simulator expects of the same schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from greedysnake.planning.simulate import forecast
 from greedysnake.shapes import precision_of
 from greedysnake.trace import Record, write_perfetto
 
-HIDDEN = (4, 16)
+ROWS = 4
 BURST_S = 0.005
 """As much lateness as the drive's rate limit makes up for (native/io_limits.h)."""
 ALPHAS = (0.0, 0.15, 0.2, 0.25, 0.3)
@@ -84,18 +84,18 @@ class WaitingLayer(nn.Module):
 
 
 class Embed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(HIDDEN[1]))
+        self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         return batch["values"] + self.weight
 
 
 class Head(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN[1]))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         return (hidden * self.weight).sum()
@@ -121,6 +121,18 @@ class Setup:
     moments: str = "float32"
     weights_stay: bool = False
     """On the device, from step to step: they are written, and never fetched."""
+    width: int = 16
+    """Of the tensors between blocks. They wait in RAM unless they are wide."""
+    layers_per_block: int = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return math.ceil(self.num_layers / self.layers_per_block)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one that waits on the drive."""
+        return 2 * ROWS * self.width if self.width > 16 else 0
 
     @property
     def forward_s(self) -> float:
@@ -138,21 +150,27 @@ class Setup:
     @property
     def ssd_s(self) -> float:
         num_on_ssd = self.num_layers - self.first_in_ram
-        return num_on_ssd * self.params_per_layer * self.bytes_per_param / self.bytes_per_s
+        activations = 2 * self.num_blocks * self.micro_batches * self.activation_bytes
+        return (num_on_ssd * self.params_per_layer * self.bytes_per_param + activations) / self.bytes_per_s
 
     @property
     def placement(self) -> gs.Placement:
         """Embedding and head are one chunk each."""
         num_chunks = self.num_layers * self.chunks_per_layer + 2
         share = (1 + self.chunks_per_layer) / num_chunks if self.first_in_ram else 0.0
-        return gs.Placement(weights_ram=share, optimizer_ram=share, weights_device=1.0 if self.weights_stay else 0.0)
+        return gs.Placement(
+            weights_ram=share,
+            optimizer_ram=share,
+            weights_device=1.0 if self.weights_stay else 0.0,
+            activations_ram=0.0 if self.activation_bytes else 1.0,
+        )
 
     def layers(self) -> list[nn.Module]:
         device = Device(self.forward_s)
         return [WaitingLayer(self.params_per_layer, device) for _ in range(self.num_layers)]
 
     def batches(self) -> list[dict[str, torch.Tensor]]:
-        return [{"values": torch.ones(HIDDEN, dtype=torch.bfloat16)} for _ in range(self.micro_batches)]
+        return [{"values": torch.ones(ROWS, self.width, dtype=torch.bfloat16)} for _ in range(self.micro_batches)]
 
 
 @dataclass(frozen=True)
@@ -165,9 +183,11 @@ class Measured:
 
 def simulated(setup: Setup, plan: Plan) -> float:
     """What the simulator expects of a step. Copies and updates of so few bytes take no time."""
-    layer, end = BlockTimes(setup.forward_s, 3 * setup.forward_s), BlockTimes(0.0, 0.0)
-    times = [end, *[layer] * setup.num_layers, end]
-    costs = Costs(plan, Rates(setup.bytes_per_s, *[math.inf] * 4), times, activation_bytes=0)
+    end, most = BlockTimes(0.0, 0.0), setup.layers_per_block
+    counts = [min(most, setup.num_layers - first) for first in range(0, setup.num_layers, most)]
+    times = [end, *(BlockTimes(count * setup.forward_s, 3 * count * setup.forward_s) for count in counts), end]
+    rates = Rates(setup.bytes_per_s, *[math.inf] * 4)
+    costs = Costs(plan, rates, times, activation_bytes=setup.activation_bytes)
     return forecast(plan, costs, setup.micro_batches, kind=setup.schedule).step_s
 
 
@@ -177,7 +197,13 @@ def measure(setup: Setup, directory: Path, num_steps: int, trace: Path | None = 
     with (
         tempfile.TemporaryDirectory(dir=directory) as storage,
         gs.Engine(
-            gs.Sequential(Embed(), setup.layers(), Head(), num_targets=lambda batch: HIDDEN[0]),
+            gs.Sequential(
+                Embed(setup.width),
+                setup.layers(),
+                Head(setup.width),
+                num_targets=lambda batch: ROWS,
+                layers_per_block=setup.layers_per_block,
+            ),
             gs.AdamW(lr=1e-3, moments=setup.moments),
             storage=[storage],
             ram="256MiB",
@@ -287,6 +313,18 @@ def weights_that_stay(base: Setup, directory: Path, num_steps: int) -> Row:
     return Row("weights stay on the device", stayed, "fetched", fetched, 0.95 * gain)
 
 
+def layers_in_pairs(base: Setup, directory: Path, num_steps: int) -> Row:
+    """Where activations wait on the drive and take 0.6 of the bytes that the state takes: a pair keeps one for both
+    layers, which is to gain at least 0.95 of what the bytes promise."""
+    state_bytes = base.num_layers * base.params_per_layer * base.bytes_per_param
+    granules = round(0.6 * state_bytes / (2 * base.num_layers * base.micro_batches) / 4096)
+    alone = replace(base, width=granules * 4096 // (2 * ROWS))
+    alone = replace(alone, compute_s=0.3 * alone.ssd_s)
+    pairs = replace(alone, layers_per_block=2)
+    measured, other = (measure(each, directory, num_steps) for each in (pairs, alone))
+    return Row("layers in pairs", measured, "one by one", other, 0.95 * alone.ssd_s / pairs.ssd_s)
+
+
 def knee_on_ssd(base: Setup, directory: Path, num_steps: int) -> Row:
     """SSD and compute take equally long, and what the next step needs first lives on SSD like the rest."""
     setup = replace(base, compute_s=base.ssd_s)
@@ -361,7 +399,7 @@ def main() -> None:
     arguments = parse()
     torch.set_num_threads(1)
     base = Setup(arguments.layers, arguments.params, arguments.chunks, 2, 0.0, arguments.rate)
-    makers = (ssd_bound, compute_bound, knee_on_ssd, vertical_or_horizontal, weights_that_stay)
+    makers = (ssd_bound, compute_bound, knee_on_ssd, vertical_or_horizontal, weights_that_stay, layers_in_pairs)
     rows = [make(base, arguments.directory, arguments.steps) for make in makers]
     rows += compact_moments(base, arguments.directory, arguments.steps)
     row, knee_steps = knee(base, arguments.directory, arguments.steps)

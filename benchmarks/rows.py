@@ -185,6 +185,22 @@ ROWS: Mapping[str, Row] = {
         ],
         needs_s=200.0,
     ),
+    "8b-pairs": Row(
+        "8 B parameters, as above, two layers in a block",
+        {
+            "8b-pairs": f"--systems greedysnake {EIGHT} --ram 84GiB --ram-cap 96GB --no-checkpoints --alpha 0.25 "
+            f"--steps 2 --layers-per-block 2 --slots updates=40 staging=16 weights=2 {IO} --placement weights_ram=1 "
+            "optimizer_ram=0.6 activations_device=0.2 activations_ram=0.8"
+        },
+        [
+            Figure("tokens/s", of("8b-pairs", "greedysnake", "tokens_per_s")),
+            Figure("of what its bytes need, drive before", of("8b-pairs", "greedysnake", "of_ssd_bound_before")),
+            Figure("of what its bytes need, drive after", of("8b-pairs", "greedysnake", "of_ssd_bound_after")),
+            Figure("VRAM, bytes", of("8b-pairs", "greedysnake", "peak_vram_bytes"), at_most=24e9),
+            Figure("RAM, bytes", of("8b-pairs", "greedysnake", "peak_rss_bytes"), at_most=96e9),
+        ],
+        needs_s=170.0,
+    ),
     "clipping": Row(
         "exact clipping, SSD tier, 131k tokens per step",
         {

@@ -67,11 +67,12 @@ def median_step(spans: Sequence[float]) -> int:
 
 
 def layers_alone_s(name: str, options: argparse.Namespace, bounds: dict[str, Any]) -> float:
-    """Of a layer that is recomputed, greedysnake computes the output once, the others twice."""
-    kept = num_kept_layers(name, options)
-    backward_s = bounds["layer_lean_backward_s" if name == "greedysnake" else "layer_backward_s"]
-    recomputed_s = (options.layers - kept) * (bounds["layer_forward_s"] + backward_s)
-    return float(options.micro_batches * (recomputed_s + kept * bounds["layer_backward_s"]))
+    """Of layers that are recomputed, greedysnake computes the output of each block once, the others all twice."""
+    num_recomputed = options.layers - num_kept_layers(name, options)
+    num_lean = math.ceil(num_recomputed / options.layers_per_block) if name == "greedysnake" else 0
+    forward_s = num_recomputed * bounds["layer_forward_s"]
+    backward_s = (options.layers - num_lean) * bounds["layer_backward_s"] + num_lean * bounds["layer_lean_backward_s"]
+    return float(options.micro_batches * (forward_s + backward_s))
 
 
 def num_kept_layers(name: str, options: argparse.Namespace) -> int:
