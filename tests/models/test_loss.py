@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from greedysnake.models import loss
 from greedysnake.models.loss import IGNORED, chunked_cross_entropy, cross_entropy
@@ -20,8 +22,12 @@ def make(dtype: torch.dtype, tokens: int = 50) -> tuple[torch.Tensor, torch.Tens
     return hidden, weight, labels
 
 
+@pytest.mark.parametrize("part_elements", [1, 100, 1 << 26])
 @pytest.mark.parametrize("chunk_tokens", [1, 12, 50, 1000])
-def test_loss_and_gradients_are_those_of_torch(chunk_tokens: int) -> None:
+def test_loss_and_gradients_are_those_of_torch(
+    chunk_tokens: int, part_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss, "PART_ELEMENTS", part_elements)
     hidden, weight, labels = make(torch.float32)
     ours = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=chunk_tokens)
     theirs = cross_entropy(hidden, weight, labels)
@@ -31,6 +37,36 @@ def test_loss_and_gradients_are_those_of_torch(chunk_tokens: int) -> None:
     wanted = torch.autograd.grad(theirs * 0.3, [hidden, weight])
     for ours_one, theirs_one in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours_one, theirs_one, rtol=1e-4, atol=1e-5)
+
+
+class LargeTensors(TorchDispatchMode):
+    """Notes the dtypes of all tensors that are made as large as the weight."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.num_elements = num_elements
+        self.dtypes: dict[int, torch.dtype] = {}
+        """By the memory they are in."""
+        self.alive: list[torch.Tensor] = []
+        """So that no other gets their memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.numel() >= self.num_elements:
+            self.dtypes[found.untyped_storage().data_ptr()] = found.dtype
+            self.alive.append(found)
+        return found
+
+
+def test_of_the_size_of_the_weight_there_are_two_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient in float32, and in its own dtype: with a large vocabulary each is gigabytes."""
+    monkeypatch.setattr(loss, "PART_ELEMENTS", 64)
+    hidden, weight, labels = make(torch.bfloat16, tokens=12)
+    with LargeTensors(weight.numel()) as large:
+        total = chunked_cross_entropy(hidden, weight, labels, chunk_tokens=12)
+        torch.autograd.grad(total * 0.5, [hidden, weight])
+    made = [dtype for place, dtype in large.dtypes.items() if place != weight.untyped_storage().data_ptr()]
+    assert sorted(made, key=str) == [torch.bfloat16, torch.float32]
 
 
 def test_scale_of_the_gradient_is_not_rounded_to_bfloat16() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,10 @@ IGNORED = -100
 """Label of a token that is no target."""
 
 CHUNK_TOKENS = 4096
+
+PART_ELEMENTS = 1 << 26
+"""Of what is temporary and as large as the weight: with a vocabulary of 128256 and a hidden size of 4096 that would be
+gigabytes."""
 
 NUM_EXACT = 2
 """Sizes of chunks that are compiled for as they are: rows of one length have whole chunks and a last one."""
@@ -65,7 +69,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             if of_hidden is not None and of_weight is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
-                of_weight += of_logits.T @ hidden[rows]
+                for part in _parts(of_weight):  # the product is of the weight's size as well
+                    of_weight[part] += of_logits[:, part].T @ hidden[rows]
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         if of_hidden is not None and of_weight is not None:
@@ -79,9 +84,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale = outputs[0]
         # In fp32: a scale rounded to bf16 would be off by the same factor for every token.
         of_hidden = (of_hidden.to(of_weight.dtype) * scale).to(of_hidden.dtype)
-        of_weight = (of_weight * scale).to(ctx.weight_dtype)
+        scaled = torch.empty_like(of_weight, dtype=ctx.weight_dtype)
+        for part in _parts(of_weight):
+            scaled[part] = of_weight[part] * scale
         of_bias = None if of_bias is None else (of_bias * scale).to(ctx.weight_dtype)
-        return of_hidden, of_weight, of_bias, None, None, None
+        return of_hidden, scaled, of_bias, None, None, None
+
+
+def _parts(weight: torch.Tensor) -> Iterator[slice]:
+    """Ranges of a matrix's rows: what is computed of one at a time takes a small part of its memory."""
+    num_rows = max(1, PART_ELEMENTS // weight.shape[1])
+    return (slice(start, start + num_rows) for start in range(0, weight.shape[0], num_rows))
 
 
 def _chunk(
