@@ -28,7 +28,7 @@ from greedysnake.report.plan_text import machine_text, plan_text
 from greedysnake.resharding import reshard_run
 from greedysnake.runtime.drive import Bandwidth, Drive
 from reference import Trained
-from training import curve, quiet, train, values_in
+from training import Run, curve, metrics_of, quiet, train, values_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,6 +160,26 @@ def test_the_export_has_the_names_of_the_model(tmp_path: Path) -> None:
         assert {f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3)} <= names
     found, wanted = (load_file(tmp_path / f"out{number}" / "model.safetensors") for number in (1, 0))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_run_goes_on_with_other_blocks(tmp_path: Path, run: Run) -> None:
+    values = with_engine(values_in(tmp_path, max_steps=4), layers_per_block=1)
+    train(values)
+    alone, pairs = tmp_path / "run", tmp_path / "pairs"
+    code, printed, _ = run("reshard", alone, pairs, "--layers-per-block", 2)
+    assert code == 0 and f"greedysnake train {pairs}/run.yaml" in printed
+    assert exported(alone, tmp_path / "a") == exported(pairs, tmp_path / "b")
+    for folder in (alone, pairs):
+        train(
+            settings.read_yaml((folder / "run.yaml").read_text(), "run.yaml")
+            | {"training": values["training"] | {"max_steps": 8}}
+        )
+    assert prepare(load_config(pairs / "run.yaml")).model.layers_per_block == 2
+    wanted = [line["loss"] for line in metrics_of(alone)]
+    assert [line["loss"] for line in metrics_of(pairs)] == pytest.approx(wanted, rel=1e-5)
+    assert (
+        "--layers-per-block is 0: give at least 1" in run("reshard", alone, tmp_path / "x", "--layers-per-block", 0)[2]
+    )
 
 
 def test_the_check_of_a_model_has_the_blocks_of_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_moments_in_fewer_bytes_and_in_all_again(stopped: Pat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "there is nothing to change: give --ranks, --moments or both"),
+        ((), "there is nothing to change: give --ranks, --moments or --layers-per-block"),
         (("--moments", "fp8"), "--moments is 'fp8': give one of float32, bfloat16, int8"),
         (("--ranks", "3"), "--ranks is 3, and a step of the run has 4 micro-batches (2 on each of 2): give a number"),
         (("--ranks", "0"), "--ranks is 0: give at least 1"),

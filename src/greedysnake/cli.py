@@ -204,18 +204,23 @@ def reshard(
     moments: Annotated[
         str | None, typer.Option(help="How it stores AdamW's: float32, bfloat16 or int8.", show_default=False)
     ] = None,
+    layers_per_block: Annotated[
+        int | None, typer.Option(help="How many layers stream together.", show_default=False)
+    ] = None,
     storage: Annotated[
         list[Path] | None,
         typer.Option(metavar="DIR", help="Its directories, one per drive; else in OUT.", show_default=False),
     ] = None,
 ) -> None:
-    """Copy a run so that it goes on with another number of GPUs, or with moments in fewer bytes or in more. The
-    old one stays as it is."""
+    """Copy a run so that it goes on with another number of GPUs, with moments in fewer bytes or in more, or with
+    other blocks. The old one stays as it is."""
     _require_one_process("reshard")
     from greedysnake.resharding import reshard_run
 
     _clean_up_when_told_to_end()
-    new, num_ranks = reshard_run(run, out, num_ranks=ranks, moments=moments, storage=storage or ())
+    new, num_ranks = reshard_run(
+        run, out, num_ranks=ranks, moments=moments, layers_per_block=layers_per_block, storage=storage or ()
+    )
     print(f"wrote {out}: it goes on with {_train_command(Path(new.output_dir) / 'run.yaml', num_ranks)}")
 
 

@@ -1,4 +1,4 @@
-"""A run's last checkpoint as a new run, for another number of processes or with moments of another kind."""
+"""A run's last checkpoint as a new run: for more or fewer processes, with moments of another kind, in other blocks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ from greedysnake.shapes import MOMENTS, MomentsName
 
 @explained("use")
 def reshard_run(
-    run: Path, out: Path, *, num_ranks: int | None = None, moments: str | None = None, storage: Sequence[Path] = ()
+    run: Path,
+    out: Path,
+    *,
+    num_ranks: int | None = None,
+    moments: str | None = None,
+    layers_per_block: int | None = None,
+    storage: Sequence[Path] = (),
 ) -> tuple[Config, int]:
-    """Makes the new folder `out` a run that goes on from the last checkpoint of the one in `run`, on so many ranks and
-    with moments of this kind; what is not given stays, and so do the micro-batches of a step. The old run stays as it
-    is. The new store comes to `storage`, or into `out`.
+    """Makes the new folder `out` a run that goes on from the last checkpoint of the one in `run`, on so many ranks,
+    with moments of this kind and so many layers in a block; what is not given stays, and so do the micro-batches of a
+    step. The old run stays as it is. The new store comes to `storage`, or into `out`.
 
     Returns the configuration of the new run and its number of ranks. What was begun is taken away after an error.
     """
-    if num_ranks is None and moments is None:
-        raise ConfigError("there is nothing to change: give --ranks, --moments or both")
-    if num_ranks is not None and num_ranks < 1:
-        raise ConfigError(f"--ranks is {num_ranks}: give at least 1")
+    if num_ranks is None and moments is None and layers_per_block is None:
+        raise ConfigError("there is nothing to change: give --ranks, --moments or --layers-per-block")
+    for name, number in (("--ranks", num_ranks), ("--layers-per-block", layers_per_block)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} is {number}: give at least 1")
     if moments is not None and moments not in MOMENTS:
         raise ConfigError(f"--moments is {moments!r}: give one of {', '.join(MOMENTS)}")
     for name, folder in (("OUT", out), *(("--storage", folder) for folder in storage)):
@@ -50,6 +57,9 @@ def reshard_run(
         require_same_model(stored, values_of(model_config), str(run))
         num_ranks = num_ranks or stored.num_ranks
         new = _changed(config, out, stored.num_ranks, num_ranks, moments, storage)
+        if layers_per_block is not None:
+            model = model.in_blocks_of(layers_per_block)
+            new = replace(new, engine=replace(new.engine, layers_per_block=layers_per_block))
         copy_for_ranks(model, stored, new.storage, num_ranks, moments=moments, single_slot=config.engine.single_slot)
         if (run / METRICS).exists():
             with explained("write", out / METRICS):

@@ -17,14 +17,17 @@ from reference import OPTIMIZER, make_batches, make_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODEL = {"tied": True, "uneven": True, "frozen": ["layers.1.up", "head.norm"]}
+MODEL = {"tied": True, "uneven": True, "num_layers": 5, "frozen": ["layers.1.up", "head.norm"]}
 Values = dict[str, list[torch.Tensor]]
 
 
-def open_engine(directories: list[str], moments: str = "float32", **options: object) -> gs.Engine:
+def open_engine(
+    directories: list[str], moments: str = "float32", *, layers_per_block: int = 1, **options: object
+) -> gs.Engine:
     defaults = {"ram": "64MiB", "chunk_params": None if options.get("resume") else 4096}
     optimizer = replace(OPTIMIZER, moments=moments)
-    return gs.Engine(make_parts(**MODEL).sequential(), optimizer, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
+    model = make_parts(**MODEL).sequential(layers_per_block=layers_per_block)
+    return gs.Engine(model, optimizer, storage=directories, **{**defaults, **options})  # type: ignore[arg-type]
 
 
 def values_of(engine: gs.Engine) -> Values:
@@ -34,18 +37,19 @@ def values_of(engine: gs.Engine) -> Values:
     return values
 
 
-def train(directories: list[str], dtype: str, moments: str, out: str) -> None:
+def train(directories: list[str], dtype: str, moments: str, out: str, layers_per_block: int = 1) -> None:
     """Two steps, a checkpoint, and what it holds in a file."""
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with open_engine(directories, moments, dtype=dtype, placement=gs.Placement(0.5, 0.3)) as engine:
+    options: dict[str, object] = {"dtype": dtype, "placement": gs.Placement(0.5, 0.3)}
+    with open_engine(directories, moments, layers_per_block=layers_per_block, **options) as engine:
         for step in range(2):
             engine.step(make_batches(6, step)[rank::count])
         engine.save({"is": "kept"})
         torch.save(values_of(engine), f"{out}-{rank}")
 
 
-def resume(directories: list[str], dtype: str, moments: str, out: str) -> tuple[int, str]:
-    with open_engine(directories, moments, dtype=dtype, resume=True) as engine:
+def resume(directories: list[str], dtype: str, moments: str, out: str, layers_per_block: int = 1) -> tuple[int, str]:
+    with open_engine(directories, moments, dtype=dtype, resume=True, layers_per_block=layers_per_block) as engine:
         rank = dist.get_rank() if dist.is_initialized() else 0
         torch.save(values_of(engine), f"{out}-{rank}")
         engine.step(make_batches(2, 2))
@@ -93,6 +97,37 @@ def test_a_checkpoint_goes_to_another_number_of_ranks_bit_for_bit(
     assert answers == [[3, "{'is': 'kept'}"]] * gets
     for rank in range(gets):
         require_equal(torch.load(f"{out}-{rank}"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("had", "gets", "dtype", "moments"),
+    [
+        ((1, 1), (1, 2), "bfloat16", "float32"),
+        ((1, 3), (1, 1), "float32", "float32"),
+        ((2, 1), (1, 2), "bfloat16", "int8"),
+        ((1, 2), (2, 3), "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_checkpoint_goes_to_other_blocks_bit_for_bit(
+    had: tuple[int, int], gets: tuple[int, int], dtype: str, moments: str, tmp_path: Path
+) -> None:
+    """(ranks, layers in a block) before and after."""
+    old, new = ([str(tmp_path / name)] for name in ("old", "new"))
+    arguments = dtype, moments, str(tmp_path / "trained"), had[1]
+    if had[0] > 1:
+        together.call(had[0], "runtime.test_stored", "train", old, *arguments)
+    else:
+        train(old, *arguments)
+    before, after = (make_parts(**MODEL).sequential(layers_per_block=count) for _, count in (had, gets))
+    with StoredModel(before, old, precision_of(dtype, moments)) as stored:
+        copy_for_ranks(after, stored, new, gets[0])
+    arguments = dtype, moments, str(tmp_path / "resumed"), gets[1]
+    if gets[0] > 1:
+        together.call(gets[0], "runtime.test_stored", "resume", new, *arguments)
+    else:
+        resume(new, *arguments)
+    for rank in range(gets[0]):
+        require_equal(torch.load(tmp_path / f"resumed-{rank}"), torch.load(tmp_path / "trained-0"))
 
 
 @pytest.mark.parametrize(

@@ -175,17 +175,18 @@ def _lay_out(
     decay_end, end = 0, 0
     for key in (*decaying, *others):
         places.append(Place(key, end, parameters[key].shape, True))
-        end = _align(places[-1].end)
+        end = align(places[-1].end)
         if key in decaying:
             decay_end = end
     num_trainable, start = end, pad(end, share.num_ranks)
     end = start
     for key in frozen:
         places.append(Place(key, end, parameters[key].shape, False))
-        end = _align(places[-1].end)
+        end = align(places[-1].end)
     shape = block_shape(name, num_trainable, end - start, chunk_params, pool, share)
     return FlatBlock(name, None, places, shape, decay_end)
 
 
-def _align(offset: int) -> int:
+def align(offset: int) -> int:
+    """Where the next parameter may start."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -25,7 +25,7 @@ from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.arguments import check_moments
 from greedysnake.runtime.directory import num_ranks_in, own_directories
 from greedysnake.runtime.fitting import MOST_CHUNK_PARAMS
-from greedysnake.runtime.flat import DecayRule, FlatBlock, decays_by_default, survey
+from greedysnake.runtime.flat import DecayRule, FlatBlock, align, decays_by_default, survey
 from greedysnake.runtime.io import IoEngine
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.manifest import Mark
@@ -84,6 +84,9 @@ class StoredModel:
             self._arena = undo.enter_context(Arena(NUM_BUFFERS * precision.chunk_bytes(largest)))
             whole = self._arena.allocate(self._arena.budget_bytes, "chunks that are read")
             self._buffers = deque(whole.split(precision.chunk_bytes(largest)))
+            self._places = {
+                place.name: (number, place) for number, block in enumerate(self.blocks) for place in block.places
+            }
             self._last: tuple[int, int, int] | None = None
             """The chunk (rank, block, number) that is in the first buffer."""
             self._resources = undo.pop_all()
@@ -128,21 +131,20 @@ class StoredModel:
                     target.copy_(values["weight"].view(torch.float32))
             yield from ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
 
-    def read_range(self, number: int, targets: Mapping[str, torch.Tensor], wanted: range, *, trainable: bool) -> None:
-        """Fills vectors, by the names that the precision has for them, with those of a range of the trainable or of the
-        frozen part of a block. Ranges that follow on each other read no chunk twice."""
+    def read_parameter(self, name: str, first: int, targets: Mapping[str, torch.Tensor], num_params: int) -> None:
+        """Fills vectors, by the names that the precision has for them, with those of so many elements of a parameter
+        from the first on; what follows on it up to a multiple of MOMENT_GROUP belongs to it. Ranges that follow on each
+        other read no chunk twice."""
+        number, place = self._places[name]
+        start = place.offset + first
         for rank, part in enumerate(self._ranks):
-            shape = part.blocks[number].shape
-            before = 0 if trainable else shape.num_trainable
-            for index, chunk in enumerate(shape.chunks):
-                first, last = chunk.start - before, chunk.start - before + chunk.num_params
-                low, high = max(first, wanted.start), min(last, wanted.stop)
-                if chunk.trainable == trainable and low < high:
+            for index, chunk in enumerate(part.blocks[number].shape.chunks):
+                low, high = max(chunk.start, start), min(chunk.start + chunk.num_params, start + num_params)
+                if low < high:
                     values = self._chunk(rank, number, index)
-                    for vector in self.precision.vectors(trainable=trainable):
-                        found = values[vector.name][vector.size(low - first) : vector.size(high - first)]
-                        start, end = vector.size(low - wanted.start), vector.size(high - wanted.start)
-                        targets[vector.name][start:end].copy_(found)
+                    for vector in self.precision.vectors(trainable=chunk.trainable):
+                        found = values[vector.name][vector.size(low - chunk.start) : vector.size(high - chunk.start)]
+                        targets[vector.name][vector.size(low - start) : vector.size(high - start)].copy_(found)
 
     def _chunk(self, rank: int, number: int, index: int) -> dict[str, torch.Tensor]:
         """The values of a chunk, unless it is the last that was asked for, read now."""
@@ -198,8 +200,9 @@ def copy_for_ranks(
     moments: str | None = None,
     single_slot: bool = False,
 ) -> None:
-    """Writes the checkpoint to new directories, as so many ranks would have saved it. All bits stay as they are, but
-    for moments of another kind than before: those are rounded to the nearest, once."""
+    """Writes the checkpoint to new directories, as so many ranks would have saved it, in the blocks of `model`, which
+    may have other layers together. All bits stay as they are, but for moments of another kind than before: those are
+    rounded to the nearest, once."""
     if num_ranks < 1:
         raise ConfigError(f"the number of ranks is {num_ranks}: give at least 1")
     precision = replace(stored.precision, moments=moments or stored.precision.moments)
@@ -219,10 +222,9 @@ def copy_for_ranks(
         arena = undo.enter_context(Arena(sum(sizes)))
         whole = arena.allocate(arena.budget_bytes, "a chunk as it was, and as it is written")
         as_read, to_write = whole.split(sizes)
-        for number in range(len(stored.blocks)):
-            for trainable in (True, False):
-                for part in ranks:
-                    _copy(stored, part, precision, number, (as_read, to_write), trainable=trainable)
+        for number in range(len(ranks[0].blocks)):
+            for part in ranks:
+                _copy(stored, part, precision, number, (as_read, to_write))
         for rank, part in enumerate(ranks):
             written_bytes = sum(written) if rank == 0 else 0
             changed = {"moments": precision.moments, "ssd_written_bytes": written_bytes}
@@ -230,25 +232,21 @@ def copy_for_ranks(
 
 
 def _copy(
-    stored: StoredModel,
-    part: _Rank,
-    precision: Precision,
-    number: int,
-    buffers: tuple[torch.Tensor, torch.Tensor],
-    *,
-    trainable: bool,
+    stored: StoredModel, part: _Rank, precision: Precision, number: int, buffers: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """A rank's chunks of one part of a block. What a longer padding adds is zero."""
-    shape, (as_read, to_write) = part.blocks[number].shape, buffers
-    for index, chunk in enumerate(shape.chunks):
-        if chunk.trainable == trainable:
-            start = chunk.start - (0 if trainable else shape.num_trainable)
-            found = split_vectors(as_read.zero_(), chunk, stored.precision)
-            stored.read_range(number, found, range(start, start + chunk.num_params), trainable=trainable)
-            _convert(
-                found, stored.precision.moments, split_vectors(to_write.zero_(), chunk, precision), precision.moments
-            )
-            part.store.wait(part.store.write(part.extent[number, index], to_write.data_ptr()))
+    """A rank's chunks of one block. What lies between and after its parameters is zero."""
+    block, (as_read, to_write) = part.blocks[number], buffers
+    for index, chunk in enumerate(block.shape.chunks):
+        vectors = stored.precision.vectors(trainable=chunk.trainable)
+        found = split_vectors(as_read.zero_(), chunk, stored.precision)
+        for place in block.places:
+            low, high = max(place.offset, chunk.start), min(align(place.end), chunk.start + chunk.num_params)
+            if low < high:
+                before, after = low - chunk.start, high - chunk.start
+                targets = {each.name: found[each.name][each.size(before) : each.size(after)] for each in vectors}
+                stored.read_parameter(place.name, low - place.offset, targets, high - low)
+        _convert(found, stored.precision.moments, split_vectors(to_write.zero_(), chunk, precision), precision.moments)
+        part.store.wait(part.store.write(part.extent[number, index], to_write.data_ptr()))
 
 
 def _convert(found: Mapping[str, torch.Tensor], kind: str, targets: Mapping[str, torch.Tensor], new_kind: str) -> None:
