@@ -37,9 +37,10 @@ def reshard_run(
     """
     if num_ranks is None and moments is None and layers_per_block is None:
         raise ConfigError("there is nothing to change: give --ranks, --moments or --layers-per-block")
-    for name, number in (("--ranks", num_ranks), ("--layers-per-block", layers_per_block)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}: give at least 1")
+    if num_ranks is not None and num_ranks < 1:
+        raise ConfigError(f"--ranks is {num_ranks}: give at least 1")
+    if layers_per_block is not None and layers_per_block < 1:
+        raise ConfigError(f"--layers-per-block is {layers_per_block}: give at least 1")
     if moments is not None and moments not in MOMENTS:
         raise ConfigError(f"--moments is {moments!r}: give one of {', '.join(MOMENTS)}")
     for name, folder in (("OUT", out), *(("--storage", folder) for folder in storage)):
