@@ -276,7 +276,7 @@ ROWS: Mapping[str, Row] = {
 
 
 def measure_row(name: str, options: argparse.Namespace, left_s: float) -> dict[str, dict[str, Any]]:
-    """Of every run what `measure` found, or {} where so little time is left that none was begun."""
+    """Of every run what `measure` found, or {} where there was no time left to begin it."""
     row, start_s = ROWS[name], time.monotonic()
     if row.needs_s > left_s:
         left = f"{max(0.0, left_s):.0f} s of --minutes are left"
@@ -284,7 +284,8 @@ def measure_row(name: str, options: argparse.Namespace, left_s: float) -> dict[s
         return {run: {} for run in row.runs}
     found = {}
     for run in row.runs:
-        found[run] = measure(run, row, options, left_s - (time.monotonic() - start_s))
+        left_now_s = left_s - (time.monotonic() - start_s)
+        found[run] = measure(run, row, options, left_now_s) if left_now_s > 0 else {}
     print()
     print_figures(name, found)
     sys.stdout.flush()
@@ -368,7 +369,7 @@ def existing(directory: str) -> Path:
 def print_figures(name: str, found: Found) -> bool:
     """Whether all is as it should be."""
     row, sound = ROWS[name], True
-    left_out = not any(found.values())
+    left_out = not all(found.values())
     for number, figure in enumerate(row.figures):
         try:
             value = figure.value(found)

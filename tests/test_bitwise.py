@@ -144,6 +144,25 @@ def test_result_does_not_depend_on_how_long_ops_take(
     require_equal(train(tmp_path, max_grad_norm=clip, alpha=0.4, placement=placement), expected(clip))
 
 
+def test_weights_that_stay_on_the_device_survive_a_flush(tmp_path: Path) -> None:
+    """With one slot for the other layers a flush has late updates to do of those that stay."""
+
+    def train_flushed(name: str, weights_device: float) -> Trained:
+        return train_engine(
+            model(num_layers=6),
+            batches,
+            NUM_STEPS,
+            storage=[tmp_path / name],
+            chunk_params=4096,
+            alpha=1.0,
+            slots=gs.Slots(weights=1),
+            placement=gs.Placement(weights_device=weights_device),
+            between=lambda engine, _: engine.flush(),
+        )
+
+    require_equal(train_flushed("stay", 0.5), train_flushed("fetched", 0.0))
+
+
 @pytest.mark.parametrize("weights_device", [0.0, 0.7])
 @pytest.mark.parametrize("clip", CLIPS)
 def test_result_does_not_depend_on_what_is_called_between_steps(

@@ -65,6 +65,17 @@ def test_several_ranks_are_planned_beforehand(tmp_path: Path, run: Run, monkeypa
     assert code == 2 and "greedysnake plan --ranks 2 --out FILE first" in error
 
 
+def test_a_script_that_plans_is_not_run_twice(tmp_path: Path) -> None:
+    """Without a guard for `__main__`, which nobody would think of."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import greedysnake as gs\nprint('running')\ngs.Trainer({str(write(tmp_path, 4))!r}).train(plan_first=True)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("running") == 1 and "as planned" in done.stdout and "4 of 4 steps" in done.stdout
+
+
 def test_what_planning_refuses_comes_back(tmp_path: Path) -> None:
     values = values_in(tmp_path)
     values["engine"]["ram"] = "64KiB"

@@ -418,6 +418,21 @@ def test_the_home_of_a_weight_that_stays_on_the_device_is_renewed_too(
         verify(plan, listings)
 
 
+def test_weights_that_stay_on_the_device_are_renewed_by_the_last_listing_too() -> None:
+    """With one slot a flush has late updates to do of layers that stay: no step is there yet that would miss one."""
+    placement = Placement(weights_device=0.5)
+    plan = make_plan(8, chunks=(1,), alpha=1.0, slots=Slots(1), placement=placement)
+    for listed in ([("vertical", 2), ("flush", 0)], [("vertical", 2), ("flush", 0), ("vertical", 2), ("flush", 0)]):
+        *before, last = make_listings(plan, listed)
+        verify(plan, [*before, last])
+        renewals = [index for index, op in enumerate(last.ops) if op.kind is Kind.UPLOAD]
+        assert len(renewals) > 2
+        for index in renewals:
+            without = replace(last, ops=last.ops[:index] + last.ops[index + 1 :])
+            with pytest.raises(VerifyError, match=r"has not weight"):
+                verify(plan, [*before, without])
+
+
 def test_what_a_revoked_update_left_in_a_slot_is_nobodys_weight() -> None:
     placement = Placement(0.7, weights_device=1)
     plan = make_plan(4, chunks=(1, 1), alpha=0.2, clipping=True, tentative=True, placement=placement)

@@ -103,6 +103,21 @@ class Contents(Passes):
                         f"{show(found)} lies in {where} {block} {index}, which needs {show(newest)} "
                         f"({self.listing.kind})"
                     )
+            self._check_kept(block, index, done)
+
+    def _check_kept(self, block: int, index: int, done: int) -> None:
+        """Weights that stay on the device are those of the last update, also where nothing runs there before the next
+        listing. Those of a revoked one go when its late update comes."""
+        slot = self.newest.get(block)
+        if slot is None or not self.plan.keeps_weights(block):
+            return
+        held = self.held[slot]
+        assert isinstance(held, frozenset)
+        is_revoked = done < self.step and Weight(block, index, -1) in held
+        if not is_revoked and Weight(block, index, done) not in held:
+            raise VerifyError(
+                f"{show(slot)} has not weight {block}.{index} as it is after {done} updates ({self.listing.kind})"
+            )
 
     def settle(self) -> None:
         """The norm is known: tentative updates count, or everything is as it was before them but for the gradients."""

@@ -149,7 +149,10 @@ def _bandwidth(directories: Sequence[Path]) -> Bandwidth:
         drive = look_at_drive(directory)
         if drive.bandwidth is None:
             why = drive.write_error or drive.why_no_bandwidth
-            raise StorageError(f"engine.storage: how fast {directory} is cannot be measured: {why}")
+            raise StorageError(
+                f"engine.storage: how fast {directory} is cannot be measured ({why}): see to that, or "
+                "train without --plan"
+            )
         found[drive.device_number] = (drive.bandwidth, found.get(drive.device_number, (None, 0))[1] + 1)
 
     def together(name: str) -> float:
@@ -219,12 +222,16 @@ def _beside(directory: Path) -> Path:
     return existing if is_free or not os.access(parent, os.W_OK) else parent
 
 
-def _take_away_what_was_left(folder: Path) -> None:
-    """By processes that were killed while they planned: what nobody has locked and nobody has just made."""
-    for left in folder.glob(f"{TRIAL}*"):
-        with suppress(OSError), locked(left) as is_ours:
-            if is_ours and time.time() - left.stat().st_mtime > ABANDONED_S:
-                shutil.rmtree(left)
+def _take_away_what_was_left(directory: Path) -> None:
+    """By processes that were killed while they planned: what nobody has locked and nobody has just made. When they
+    did, less of the path to this directory may have been there."""
+    existing = nearest_existing(directory)
+    for folder in (existing, *existing.parents):
+        with suppress(OSError):  # one that may not be read
+            for left in folder.glob(f"{TRIAL}*"):
+                with suppress(OSError), locked(left) as is_ours:
+                    if is_ours and time.time() - left.stat().st_mtime > ABANDONED_S:
+                        shutil.rmtree(left)
 
 
 def _try(
@@ -247,7 +254,7 @@ def _try(
         free_bytes = torch.cuda.mem_get_info()[0]
         torch.cuda.reset_peak_memory_stats()
     beside = _beside(config.storage[0])
-    _take_away_what_was_left(beside)
+    _take_away_what_was_left(config.storage[0])
     with ExitStack() as resources:
         folder = tempfile.TemporaryDirectory(prefix=TRIAL, dir=beside)
         storage = resources.enter_context(folder)

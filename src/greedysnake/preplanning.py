@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 
 from greedysnake.config import Config
 from greedysnake.errors import ConfigError, GreedySnakeError, PlanError
@@ -44,19 +46,25 @@ def plan_apart(config: Config) -> Config:
             with _signals_held():
                 _start(process)
             answering.close()
-            answer = answers.recv()
-        except EOFError:
-            answer = None  # it ended without one
+            answer = _received(answers)
+            process.join()
         except BaseException:
             with _signals_held():
                 _end(process)
             raise
-    process.join()
     if isinstance(answer, Exception):
         raise answer
     if not isinstance(answer, Config):
         raise PlanError(f"planning {_fate(process.exitcode)}: train without --plan, or see why with greedysnake plan")
     return answer
+
+
+def _received(answers: Connection) -> object:
+    """None when the other end is closed without an answer."""
+    try:
+        return answers.recv()
+    except EOFError:
+        return None
 
 
 @contextmanager
@@ -78,12 +86,15 @@ def _signals_held() -> Iterator[None]:
 
 
 def _start(process: SpawnProcess) -> None:
-    """With signals blocked in there, until it is ready for them."""
+    """With signals blocked in there, until it is ready for them. It runs nothing of the program that calls us, which
+    may be a script that would train once more."""
     resource_tracker.ensure_running()  # else `start` does so, and then lets signals through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before, main = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING), sys.modules["__main__"]
     try:
+        sys.modules["__main__"] = ModuleType("__main__")  # the one that would be imported there
         process.start()
     finally:
+        sys.modules["__main__"] = main
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -109,12 +120,14 @@ def _plan(config: Config, answering: Connection, parent: int) -> None:
     _obey(parent, ending)
     try:
         answer = _answer(config)
+        with answering, suppress(BrokenPipeError):  # nobody waits for it any more
+            answering.send(answer)
     except BaseException:
         if ending.is_told:  # what it raised may have become another error on its way
             raise SystemExit(ending.code) from None
         raise
-    with answering, suppress(BrokenPipeError):  # nobody waits for it any more
-        answering.send(answer)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # there is nothing left to do but to end
 
 
 def _answer(config: Config) -> Config | Exception:
