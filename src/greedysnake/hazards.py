@@ -22,16 +22,24 @@ class Hazards:
         lane = op.lane
         number = self._count[lane] + 1
         self._count[lane] = number
-        needed: dict[Lane, int] = {}
+        # Of a large model there are a million ops to a forecast: no calls in here that can be left out.
+        marks: list[Mark] = []
+        writer, readers = self._writer, self._readers
         for resource in op.reads:
-            self._need(needed, self._writer.get(resource))
+            if resource in writer:
+                marks.append(writer[resource])
         for resource in op.writes:
-            self._need(needed, self._writer.get(resource))
-            for mark in self._readers.pop(resource, {}).items():
-                self._need(needed, mark)
-            self._writer[resource] = (lane, number)
+            if resource in writer:
+                marks.append(writer[resource])
+            if resource in readers:
+                marks.extend(readers.pop(resource).items())
+            writer[resource] = (lane, number)
         for resource in op.reads:
-            self._readers.setdefault(resource, {})[lane] = number
+            readers.setdefault(resource, {})[lane] = number
+        needed: dict[Lane, int] = {}
+        for other, mark in marks:
+            if mark > needed.get(other, 0):
+                needed[other] = mark
         if not lane.overlaps:
             needed.pop(lane, None)
         return list(needed.items())
@@ -41,8 +49,3 @@ class Hazards:
         self._count = dict(counts)
         self._writer.clear()
         self._readers.clear()
-
-    @staticmethod
-    def _need(needed: dict[Lane, int], mark: Mark | None) -> None:
-        if mark is not None and needed.get(mark[0], 0) < mark[1]:
-            needed[mark[0]] = mark[1]

@@ -60,6 +60,9 @@ class Machine:
     room_bytes: int | None = None
     """Memory of the device for buffers and homes, besides what computing needs; None where it is RAM."""
 
+    def has_room_for(self, device_bytes: int) -> bool:
+        return self.room_bytes is None or device_bytes <= self.room_bytes
+
     def of_one_of(self, num_ranks: int) -> Machine:
         """What one of so many ranks has of it: drives and cores are shared, GPUs and their links are not. What passes
         between GPUs is taken to be fast: it was not measured."""

@@ -16,8 +16,22 @@ Resource = tuple[str | int, ...]
 """A thing that ops read and write, e.g. ("weights", "layers", 1) is the second device slot for layers."""
 
 
+SSD_DEPTH = 3
+"""Chunks that a lane of the SSD has in flight: the next is queued before one ends."""
+
+
 class Lane(Enum):
     """Each runs its ops in order. Traffic that may wait for different things has a lane of its own."""
+
+    def __init__(self, text: str) -> None:
+        self.link = text.split(".")[0]
+        """The resource behind the lane: compute, h2d, d2h, net, ssd_read, ssd_write or cpu."""
+        self.overlaps = self.link.startswith("ssd")
+        """Whether several of its ops may be under way at once: they start in order, and end in order."""
+        self.depth = SSD_DEPTH if self.overlaps else 1
+        """How many of its ops may be under way at once."""
+
+    __hash__ = object.__hash__  # that of Enum is code in Python, and lists have a million ops
 
     COMPUTE = "compute"
     UPLOAD = "h2d.weights"
@@ -36,29 +50,11 @@ class Lane(Enum):
     CPU = "cpu.updates"
     NORM = "cpu.norm"
 
-    @property
-    def link(self) -> str:
-        """The resource behind the lane: compute, h2d, d2h, net, ssd_read, ssd_write or cpu."""
-        return self.value.split(".")[0]
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether several of its ops may be under way at once: they start in order, and end in order."""
-        return self in _OVERLAPPING
-
-    @property
-    def depth(self) -> int:
-        """How many of its ops may be under way at once."""
-        return SSD_DEPTH if self.overlaps else 1
-
-
-SSD_DEPTH = 3
-"""Chunks that a lane of the SSD has in flight: the next is queued before one ends."""
-_OVERLAPPING = frozenset(lane for lane in Lane if lane.link.startswith("ssd"))
-
 
 class Kind(Enum):
     """What an op does; the letter is its printed form."""
+
+    __hash__ = object.__hash__
 
     FORWARD = "F"
     BACKWARD = "B"

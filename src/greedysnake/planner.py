@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -174,8 +175,7 @@ class _Subject:
             best = expecting.best(expecting.as_configured())
         except PlanError:
             return None
-        room = machine.room_bytes
-        return best if room is None or best[0].footprint.device_bytes <= room else None
+        return best if machine.has_room_for(best[0].footprint.device_bytes) else None
 
 
 def _with_larger_blocks(
@@ -184,16 +184,17 @@ def _with_larger_blocks(
     """With more layers in a block, if that is faster: activations take less room then, and the device computes a
     little more, in more memory. What is expected of it, by what was measured of single layers, is measured before it
     counts."""
-    num_layers = len(machine.times) - 2
+    num_layers, num_micro_batches = len(machine.times) - 2, subject.config.training.gradient_accumulation_steps
     if Planned.is_saturated(best[0]) or not subject.model.may_be_grouped:
         return subject, machine, best
     subject.say("looking at more layers in a block")
     hopes = []
     for count in (count for count in LAYERS_PER_BLOCK if count <= num_layers // 2):
         other = subject.with_blocks_of(count)
-        hoped = other.best(machine.with_blocks_of(count))
-        if hoped is not None:
-            hopes.append((hoped[0].typical_s, count, other))
+        with suppress(PlanError):  # no room
+            hoped = other.expecting(machine.with_blocks_of(count)).option_with(best[1], num_micro_batches)
+            if machine.has_room_for(hoped.footprint.device_bytes):
+                hopes.append((hoped.typical_s, count, other))
     enough_s = best[0].typical_s * (1 - WORTH_IT)
     for hoped_s, count, other in sorted(hopes, key=lambda hope: hope[:2]):
         if hoped_s > enough_s:

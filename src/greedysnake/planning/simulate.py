@@ -6,10 +6,13 @@ after the other, urgent ones first, as the I/O engine does; any other link is sh
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from greedysnake import schedule
@@ -36,8 +39,17 @@ class _Lane:
     waiting: deque[_Waiting] = field(default_factory=deque)
     under_way: deque[_Job] = field(default_factory=deque)
     num_over: int = 0
+    number: int = 0
+    """Among the lanes, which are served in this order."""
     is_blocked: bool = False
     """Its thread found nothing to start, and waits for the oldest op that it has under way."""
+    watched: _Lane | None = None
+    """The lane that has to end more before the next op can start, as far as is known."""
+    watchers: list[_Lane] = field(default_factory=list)
+    """Lanes that watch this one."""
+
+    def __lt__(self, other: _Lane) -> bool:
+        return self.number < other.number
 
 
 @dataclass(slots=True)
@@ -115,7 +127,9 @@ class Simulation:
         """Of the ops that have ended."""
         self._costs = costs
         self._hazards = Hazards()
-        self._lanes = {lane: _Lane(lane, link_of(lane), lane.depth) for lane in Lane}
+        self._lanes = {lane: _Lane(lane, link_of(lane), lane.depth, number=number) for number, lane in enumerate(Lane)}
+        self._awake: list[_Lane] = []
+        """Those that may have something to start."""
         self._drives = _Drives(costs)
         self._shared: dict[str, list[_Job]] = {state.link: [] for state in self._lanes.values() if state.link != SSD}
         """Jobs of the other links."""
@@ -125,6 +139,7 @@ class Simulation:
         for op in ops:
             after = [(lanes[lane], number) for lane, number in self._hazards.add(op)]
             lanes[op.lane].waiting.append(_Waiting(op, step, after))
+        self._awake = [state for state in lanes.values() if not state.is_blocked]
 
     def run(self, lanes: Sequence[Lane] = tuple(Lane)) -> None:
         """Until these lanes have nothing left to do."""
@@ -136,19 +151,32 @@ class Simulation:
             self._advance()
 
     def _start_what_can(self) -> None:
-        """An op that takes no time lets others start at once, so this goes round until nothing changes."""
-        changed = True
-        while changed:
-            changed = False
-            for state in self._lanes.values():
-                waiting = state.waiting
-                if state.is_blocked:
-                    continue
-                while waiting and len(state.under_way) < state.depth and _is_ready(waiting[0]):
-                    self._start(state, waiting.popleft())
-                    changed = True
-        for state in self._lanes.values():
+        """Lane by lane in their order, again and again: an op that takes no time lets others start at once."""
+        tried: list[_Lane] = []
+        while self._awake:
+            round, self._awake = self._awake, []
+            heapify(round)
+            while round:
+                state = heappop(round)
+                tried.append(state)
+                self._start_what_lane_can(state)
+                for woken in self._awake:
+                    if woken.number > state.number:
+                        heappush(round, woken)
+                self._awake = [woken for woken in self._awake if woken.number <= state.number]
+        for state in tried:
             state.is_blocked = bool(state.under_way)
+
+    def _start_what_lane_can(self, state: _Lane) -> None:
+        waiting = state.waiting
+        while waiting and len(state.under_way) < state.depth:
+            missing = _missing(waiting[0])
+            if missing is not None:
+                if state.watched is not missing:
+                    state.watched = missing
+                    missing.watchers.append(state)
+                return
+            self._start(state, waiting.popleft())
 
     def _start(self, state: _Lane, starting: _Waiting) -> None:
         op = starting.op
@@ -188,15 +216,26 @@ class Simulation:
         while state.under_way and state.under_way[0].is_over:
             over = state.under_way.popleft()
             state.num_over += 1
-            state.is_blocked = False
+            if state.is_blocked:
+                state.is_blocked = False
+                self._awake.append(state)
+            for watcher in state.watchers:
+                watcher.watched = None
+                if not watcher.is_blocked:
+                    self._awake.append(watcher)
+            state.watchers.clear()
             self.records.append(Record(over.step, over.op, state.lane, over.start_s, self.now_s, over.nbytes))
 
 
-def _is_ready(waiting: _Waiting) -> bool:
+def _missing(waiting: _Waiting) -> _Lane | None:
+    """A lane that has to end more before the op can start."""
     after = waiting.after
-    while after and after[-1][0].num_over >= after[-1][1]:
+    while after:
+        lane, number = after[-1]
+        if lane.num_over < number:
+            return lane
         after.pop()  # what is over stays so
-    return not after
+    return None
 
 
 def link_of(lane: Lane) -> str:
@@ -230,10 +269,11 @@ def forecast(
     come before the norm is known, all steps are `clipped`, so that they wait for it, or none is."""
     simulation = Simulation(costs)
     ends_s = [0.0]
-    for now_s in steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped):
-        ends_s.append(now_s)
-        if len(ends_s) > FEWEST_STEPS and (len(ends_s) > MOST_STEPS or _is_settled(ends_s)):
-            break
+    with _no_collections():
+        for now_s in steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped):
+            ends_s.append(now_s)
+            if len(ends_s) > FEWEST_STEPS and (len(ends_s) > MOST_STEPS or _is_settled(ends_s)):
+                break
     start_s, end_s = ends_s[-1 - AVERAGED], ends_s[-1]
     spans: list[tuple[float, float]] = []
     total_s = {"compute": 0.0}
@@ -253,6 +293,18 @@ def forecast(
         written_bytes / AVERAGED,
         [record for record in simulation.records if record.end_s > ends_s[-2]],
     )
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Of garbage: there is none among a million ops, and to look for it takes half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_settled(ends_s: Sequence[float]) -> bool:
