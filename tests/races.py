@@ -1,20 +1,20 @@
-"""What the ops of an engine really touch, and whether what they wait for keeps apart all that must not meet.
+"""What the ops of an engine really touch, and whether what they wait for keeps all apart that must not meet.
 
-On a GPU lanes are streams, and ops run at once wherever nothing orders them; on a CPU they mostly happen to come one
-after another. So nothing here is taken from what a schedule says of its ops: every access is noted where it is made, in
-torch's operators, native kernels, copies and requests to the drives. Then a vector clock for each lane tells, from what
-ops wait for and from nothing else, which of them are over when another begins.
+On a GPU lanes are streams, and two ops run at once wherever neither waits for the other; on a CPU they mostly happen to
+come one after another. So nothing here relies on when ops ran, or on what the schedule says that they read and write.
+Every access is noted where it is made: in torch's operators, native kernels, copies and requests to the drives. Vector
+clocks then tell, from what ops wait for alone, what is over when an op begins.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,82 +29,182 @@ from greedysnake.runtime.actions import Actions
 from greedysnake.runtime.context import StepContext
 from greedysnake.runtime.io import File, IoEngine
 from greedysnake.runtime.lanes import LaneRunner, Task, Wait
+from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.room import Room
 from greedysnake.runtime.store import Store
 from greedysnake.runtime.updates import Updates
 from greedysnake.shapes import MOMENTS
 
-MEMORY, EXTENTS, VERDICT, SQUARES = "memory", "extents", "verdict", "squares"
-"""Spaces besides the files, which go by their path. The newest contents of an extent, which may lie in any of its
-places, are touched by part: two for each extent."""
+MEMORY = "memory"
+CONTENTS = "contents of extents"
+"""Two parts of each extent, wherever in the file they are: who reads too early finds the place of those before."""
+VERDICT, SQUARES = "verdict", "squares"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Touch(NamedTuple):
-    """A range of a space that an op reads or writes."""
+    """A range that an op reads or writes, of memory, of a file (by its path), or of something without addresses."""
 
     space: str
     start: int
     end: int
     writes: bool
 
+    def __str__(self) -> str:
+        return f"{self.space} from {self.start:#x} to {self.end:#x}"
+
 
 @dataclass(eq=False)
 class Traced:
-    """An op that was given to its lane."""
+    """An op that was given to its lane, and run unless its list was dropped."""
 
     op: Op
     place: int
-    """In the order of the list, from the begin of its period."""
+    """In its period."""
     after: list[Traced]
     """What it waits for on other lanes, and on its own where ops of that overlap."""
+    step: int | None = None
     touches: set[Touch] = field(default_factory=set)
 
+    def __str__(self) -> str:
+        return f"{self.op} of step {self.step} on {self.op.lane.value}"
 
-Period = list[Traced]
-"""Ops in program order. Between two periods the engine waits for everything."""
+
+@dataclass(eq=False)
+class Period:
+    """Ops in program order, between two moments at which the engine waits for everything and starts anew."""
+
+    ops: list[Traced] = field(default_factory=list)
+
+    @cached_property
+    def conflicts(self) -> dict[tuple[int, int], Touch]:
+        """(earlier, later) ops that touch the same, one of them writing, by their places, and what they touch. Of each
+        lane the last op stands for all before it. To be asked for when all have run."""
+        cuts = self._cuts()
+        last: dict[tuple[str, int, bool], dict[Lane, int]] = {}
+        found: dict[tuple[int, int], Touch] = {}
+        for traced in self.ops:
+            lane = traced.op.lane
+            pieces = [(touch, piece) for touch in traced.touches for piece in _pieces(touch, cuts[touch.space])]
+            for touch, piece in pieces:
+                for writes in (True, False) if touch.writes else (True,):
+                    for other, place in last.get((touch.space, piece, writes), {}).items():
+                        if other is not lane or lane.overlaps:
+                            found.setdefault((place, traced.place), touch)
+            for touch, piece in pieces:
+                last.setdefault((touch.space, piece, touch.writes), {})[lane] = traced.place
+        return found
+
+    def _cuts(self) -> dict[str, list[int]]:
+        """Where touches begin or end: what lies between two of these is touched as a whole or not at all."""
+        ends: dict[str, set[int]] = {}
+        for touch in {touch for traced in self.ops for touch in traced.touches}:
+            ends.setdefault(touch.space, set()).update((touch.start, touch.end))
+        return {space: sorted(found) for space, found in ends.items()}
+
+
+def _pieces(touch: Touch, cuts: Sequence[int]) -> range:
+    return range(bisect_left(cuts, touch.start), bisect_left(cuts, touch.end))
+
+
+# What is kept apart
+
 Waits = Callable[[Period], Iterable[Sequence[Traced]]]
-"""For each op of a period, what it waits for."""
+"""What each op of a period waits for."""
+Clock = dict[Lane, int]
+"""Of each lane, the place of the last op that is over. Lanes begin and end their ops in order: so are all before it."""
 
 
-class Recorder:
-    """Notes what is touched while an op is under way; installed before an engine is made."""
+def as_linked(period: Period) -> Iterator[list[Traced]]:
+    """What the lanes were told."""
+    return (traced.after for traced in period.ops)
+
+
+def without(drops: Callable[[Traced, Traced], bool]) -> Waits:
+    """As the lanes were told, but for what `drops(op, awaited)` says."""
+    return lambda period: ([other for other in traced.after if not drops(traced, other)] for traced in period.ops)
+
+
+def relinked(change: Callable[[Op], Op]) -> Waits:
+    """What lanes would be told if ops said something else of what they read and write."""
+
+    def waits(period: Period) -> Iterator[list[Traced]]:
+        hazards, by_lane = Hazards(), {lane: list[Traced]() for lane in Lane}
+        for traced in period.ops:
+            by_lane[traced.op.lane].append(traced)
+            yield [by_lane[lane][number - 1] for lane, number in hazards.add(change(traced.op))]
+
+    return waits
+
+
+def races(period: Period, waits: Waits = as_linked) -> list[str]:
+    """All pairs of ops that may run at once though they must not, in words; there should be none."""
+    clocks, found = _clocks(period, waits), []
+    for (first, second), touch in period.conflicts.items():
+        earlier, later = period.ops[first], period.ops[second]
+        if clocks[second][earlier.op.lane] < first:
+            found.append(f"{later} does not wait for {earlier}, and both touch {touch}")
+    return found
+
+
+def _clocks(period: Period, waits: Waits) -> list[Clock]:
+    """What is over when each op begins: what was when the op before it on its lane began, that op unless they overlap,
+    what it waits for, and what was over when that began."""
+    lanes: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
+    clocks: list[Clock] = []
+    for traced, after in zip(period.ops, waits(period), strict=True):
+        lane = traced.op.lane
+        clock = dict(lanes[lane])
+        for other in after:
+            for known, place in (clocks[other.place] | {other.op.lane: other.place}).items():
+                clock[known] = max(clock[known], place)
+        clocks.append(clock)
+        lanes[lane] = clock if lane.overlaps else clock | {lane: traced.place}
+    return clocks
+
+
+# Recording
+
+
+@contextmanager
+def recorded() -> Iterator[list[Period]]:
+    """What the engines do that are made within, one after another; complete when they are closed."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        recorder = _Recorder(monkeypatch)
+        # Whether anyone watches torch is kept for the process: lanes that begin and end it would leave it wrong
+        # behind them, were it not on from before the first to after the last of them.
+        with _Operators(recorder.touch):
+            yield recorder.periods
+
+
+class _Recorder:
+    """Knows which op each thread is at, and notes what is touched meanwhile."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.periods: list[Period] = [[]]
+        self.periods = [Period()]
+        self._monkeypatch = monkeypatch
+        self._thread = threading.local()
         self._numbers = dict.fromkeys(Lane, 0)
         self._by_mark: dict[tuple[Lane, int], Traced] = {}
         self._by_op: dict[int, Traced] = {}
-        self._thread = threading.local()
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(runner, "Task", self._link)
-        self._before(Hazards, "forget", self._restart)
-        self._before(Room, "use", lambda *_: self._begin_period())
+        """By identity: ops of different steps are equal."""
         run = Actions.run
-        monkeypatch.setattr(
-            Actions, "run", lambda actions, op, context: self._run(op, lambda: run(actions, op, context))
-        )
-        self._watch_host()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watches torch's operators. Around everything, since torch keeps in its process whether anyone does, and lanes
-        that begin and end to do so at any time would leave it wrong."""
-        with _Operators(self._touch):
-            yield
-
-    def _watch_host(self) -> None:
-        self._before(ctypes, "memmove", self._copied)
-        self._before(_native, "adamw", self._updated)
-        self._before(_native, "add_fp32", self._added)
-        self._before(_native, "sum_of_squares", self._squared)
-        self._before(_native, "crc32c", lambda address, nbytes, seed=0: self._touch(MEMORY, address, nbytes))
-        self._before(IoEngine, "submit", self._transferred)
-        self._before(Store, "read", self._store_read)
-        self._before(Store, "write", self._store_written)
-        self._before(Updates, "squares", lambda *_: self._touch(SQUARES, 0, 1, writes=True))
-        self._before(Updates, "decide", self._decided)
-        self._before(Updates, "update", self._judged)
+        monkeypatch.setattr(Actions, "run", lambda *call: self._run(call[1], call[2], lambda: run(*call)))
+        monkeypatch.setattr(runner, "Task", self._link)
+        self._before(Hazards, "forget", self._start_anew)
+        self._before(Room, "use", lambda *_: self._begin_period())
+        for name in ("memmove", "adamw", "add_fp32", "sum_of_squares", "crc32c"):
+            self._before(ctypes if name == "memmove" else _native, name, getattr(self, f"_{name}"))
+        self._before(IoEngine, "submit", self._submit)
+        self._before(Store, "read", partial(self._contents, False))
+        self._before(Store, "write", partial(self._contents, True))
+        self._before(Updates, "squares", lambda *_: self.touch(SQUARES, 0, 1, writes=True))
+        self._before(Updates, "decide", self._decide)
+        self._before(Updates, "update", self._go_by_verdict)
+        self._before(Ranks, "gather", self._gather)
+        self._before(Ranks, "reduce", self._reduce)
+        sum_numbers = Ranks.sum_numbers  # in memory of its own, which it gives back
+        monkeypatch.setattr(Ranks, "sum_numbers", lambda *call: self._at(None, lambda: sum_numbers(*call)))
 
     def _before(self, owner: object, name: str, note: Callable[..., None]) -> None:
         call = getattr(owner, name)
@@ -118,219 +218,147 @@ class Recorder:
     # Ops
 
     def _begin_period(self) -> None:
-        self.periods.append([])
+        self.periods.append(Period())
         self._by_mark.clear()
 
-    def _restart(self, hazards: Hazards, counts: Mapping[Lane, int]) -> None:
+    def _start_anew(self, hazards: Hazards, counts: Mapping[Lane, int]) -> None:
         self._begin_period()
-        self._numbers = dict.fromkeys(Lane, 0) | dict(counts)
+        self._numbers |= counts
 
     def _link(self, op: Op, after: list[tuple[LaneRunner, int]]) -> Task:
         marks = [(other.lane, number) for other, number in after]
-        known = [self._by_mark[mark] for mark in marks if mark in self._by_mark]
-        traced = Traced(op, len(self.periods[-1]), known)
-        self.periods[-1].append(traced)
+        ops = self.periods[-1].ops
+        traced = Traced(op, len(ops), [self._by_mark[mark] for mark in marks if mark in self._by_mark])
+        ops.append(traced)
         self._numbers[op.lane] += 1
         self._by_mark[op.lane, self._numbers[op.lane]] = traced
         self._by_op[id(op)] = traced
         return Task(op, after)
 
-    def _run(self, op: Op, run: Callable[[], int | Wait]) -> int | Wait:
+    def _run(self, op: Op, context: StepContext, run: Callable[[], int | Wait]) -> int | Wait:
         traced = self._by_op[id(op)]
-        result = self._within(traced, run)
-        if not callable(result):
-            return result
-        return lambda: self._within(traced, result)
+        traced.step = context.step
+        result = self._at(traced, run)
+        return (lambda: self._at(traced, result)) if callable(result) else result
 
-    def _within(self, traced: Traced, call: Callable[[], Any]) -> Any:
-        self._thread.traced = traced
+    def _at(self, traced: Traced | None, call: Callable[[], Any]) -> Any:
+        before, self._thread.traced = self._current, traced
         try:
-            with _Operators(self._touch):
+            with _Operators(self.touch):
                 return call()
         finally:
-            self._thread.traced = None
+            self._thread.traced = before
+
+    @property
+    def _current(self) -> Traced | None:
+        return getattr(self._thread, "traced", None)
 
     # What they touch
 
-    def _touch(self, space: str, start: int, size: int, *, writes: bool = False) -> None:
-        traced: Traced | None = getattr(self._thread, "traced", None)
-        if traced is not None and size:
-            traced.touches.add(Touch(space, start, start + size, writes))
+    def touch(self, space: str, start: int, size: int, *, writes: bool = False) -> None:
+        if self._current and size:
+            self._current.touches.add(Touch(space, start, start + size, writes))
 
-    def _copied(self, target: int, source: int, nbytes: int) -> None:
-        self._touch(MEMORY, target, nbytes, writes=True)
-        self._touch(MEMORY, source, nbytes)
+    def _memmove(self, target: int, source: int, nbytes: int) -> None:
+        self.touch(MEMORY, target, nbytes, writes=True)
+        self.touch(MEMORY, source, nbytes)
 
-    def _updated(self, pool: object, isa: str, moments: str, grad: int, grad_dtype: str, *rest: Any) -> None:
-        weight, residual, *addresses = rest[:6]
-        count = rest[6]
-        self._touch(MEMORY, grad, count * ITEM_BYTES[grad_dtype])
-        self._touch(MEMORY, weight, count * (2 if residual else 4), writes=True)
-        self._touch(MEMORY, residual, count * 2 if residual else 0, writes=True)
+    def _adamw(
+        self,
+        pool: object,
+        isa: str,
+        moments: str,
+        gradient: int,
+        dtype: str,
+        weight: int,
+        residual: int,
+        *rest: Any,
+    ) -> None:
+        *addresses, count = rest[:5]
+        self.touch(MEMORY, gradient, count * ITEM_BYTES[dtype])
+        self.touch(MEMORY, weight, count * (2 if residual else 4), writes=True)
+        self.touch(MEMORY, residual, count * 2 if residual else 0, writes=True)
         for vector, address in zip(MOMENTS[moments], addresses, strict=False):
-            self._touch(MEMORY, address, vector.size(count), writes=True)
+            self.touch(MEMORY, address, vector.size(count), writes=True)
 
-    def _added(self, pool: object, total: int, part: int, count: int) -> None:
-        self._touch(MEMORY, total, 4 * count, writes=True)
-        self._touch(MEMORY, part, 4 * count)
+    def _add_fp32(self, pool: object, total: int, part: int, count: int) -> None:
+        self.touch(MEMORY, total, count * 4, writes=True)
+        self.touch(MEMORY, part, count * 4)
 
-    def _squared(self, pool: object, values: int, dtype: str, count: int, *_: int) -> None:
-        self._touch(MEMORY, values, count * ITEM_BYTES[dtype])
+    def _sum_of_squares(self, pool: object, values: int, dtype: str, count: int, *_: int) -> None:
+        self.touch(MEMORY, values, count * ITEM_BYTES[dtype])
 
-    def _transferred(
+    def _crc32c(self, address: int, nbytes: int, seed: int = 0) -> None:
+        self.touch(MEMORY, address, nbytes)
+
+    def _submit(
         self, io: IoEngine, kind: str, file: File, offset: int, address: int, nbytes: int, urgent: bool = False
     ) -> None:
-        self._touch(file.path, offset, nbytes, writes=kind == "write")
-        self._touch(MEMORY, address, nbytes, writes=kind == "read")
+        self.touch(file.path, offset, nbytes, writes=kind == "write")
+        self.touch(MEMORY, address, nbytes, writes=kind == "read")
 
-    def _store_read(self, store: Store, extent: int, address: int, parts: slice = slice(None), **_: object) -> None:
+    def _contents(
+        self, writes: bool, store: Store, extent: int, address: int, parts: slice = slice(None), **_: object
+    ) -> None:
         for part in range(2)[parts]:
-            self._touch(EXTENTS, 2 * extent + part, 1)
+            self.touch(CONTENTS, 2 * extent + part, 1, writes=writes)
 
-    def _store_written(self, store: Store, extent: int, address: int, parts: slice = slice(None), **_: object) -> None:
-        for part in range(2)[parts]:
-            self._touch(EXTENTS, 2 * extent + part, 1, writes=True)
+    def _decide(self, *_: object) -> None:
+        self.touch(VERDICT, 0, 1, writes=True)
+        self.touch(SQUARES, 0, 1)
 
-    def _decided(self, updates: Updates, op: Op, context: StepContext) -> None:
-        self._touch(VERDICT, 0, 1, writes=True)
-        self._touch(SQUARES, 0, 1)
-
-    def _judged(self, updates: Updates, op: Op, context: StepContext) -> None:
+    def _go_by_verdict(self, updates: Updates, op: Op, context: StepContext) -> None:
         if not op.tentative:
-            self._touch(VERDICT, 0, 1)
+            self.touch(VERDICT, 0, 1)
+
+    def _gather(self, ranks: Ranks, weights: torch.Tensor) -> None:
+        for rank, (start, size) in enumerate(_shares(ranks, weights)):
+            self.touch(MEMORY, start, size, writes=rank != ranks.rank)
+
+    def _reduce(self, ranks: Ranks, gradients: torch.Tensor, largest: torch.Tensor | None) -> None:
+        for rank, (start, size) in enumerate(_shares(ranks, gradients)):
+            self.touch(MEMORY, start, size, writes=rank == ranks.rank)
+        if largest is not None:
+            self.touch(MEMORY, largest.data_ptr(), largest.nbytes, writes=True)
+
+
+def _shares(ranks: Ranks, whole: torch.Tensor) -> list[tuple[int, int]]:
+    size = whole.nbytes // ranks.count
+    return [(whole.data_ptr() + rank * size, size) for rank in range(ranks.count)]
 
 
 class _Operators(TorchDispatchMode):
-    """Notes the memory that torch's operators are given, on the thread that enters it."""
+    """Notes the memory that torch's operators are given, on the thread that enters it. What they make themselves is
+    compute's own."""
 
     def __init__(self, touch: Callable[..., None]) -> None:
         super().__init__()
         self._touch = touch
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, operator: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _makes_view(func):
-            for tensor, writes in _given(func, args, kwargs):
-                reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                nbytes = (reach + 1) * tensor.element_size() if tensor.numel() else 0
+        if not _only_makes_a_view(operator):
+            for tensor, writes in _given(operator, args, kwargs):
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
                 self._touch(MEMORY, tensor.data_ptr(), nbytes, writes=writes)
-        return func(*args, **kwargs)
+        return operator(*args, **kwargs)
 
 
-def _makes_view(func: Any) -> bool:
-    returned = [result.alias_info for result in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
+def _only_makes_a_view(operator: Any) -> bool:
+    aliases = [result.alias_info for result in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
-    arguments = func._schema.arguments
-    values = [*zip(arguments, args, strict=False)]
+def _given(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Tensors that an operator is given, and whether it writes to them."""
+    arguments = operator._schema.arguments
+    values = list(zip(arguments, args, strict=False))
     values += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
     for argument, value in values:
         writes = argument.alias_info is not None and argument.alias_info.is_write
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if isinstance(tensor, torch.Tensor):
                 yield tensor, writes
-
-
-# What must not meet
-
-
-def linked(period: Period) -> list[list[Traced]]:
-    """What the engine's lanes were told to wait for."""
-    return [traced.after for traced in period]
-
-
-def races(periods: Iterable[Period], waits: Waits = linked) -> list[str]:
-    """Every two ops that may run at once though one writes what the other touches; none is what one wants."""
-    return [str(race) for period in periods for race in _races_in(period, waits(period))]
-
-
-@dataclass(frozen=True)
-class Race:
-    earlier: Op
-    later: Op
-    over: Touch
-
-    def __str__(self) -> str:
-        first, second = (f"{op} on {op.lane.value}" for op in (self.earlier, self.later))
-        return f"{second} may run while {first} does: both touch {self.over}"
-
-
-def _races_in(period: Period, waits: Iterable[Sequence[Traced]]) -> Iterator[Race]:
-    over_before = _clocks(period, waits)
-    for (earlier, later), touch in conflicts(period).items():
-        first, second = period[earlier], period[later]
-        if over_before[later][first.op.lane] < earlier:
-            yield Race(first.op, second.op, touch)
-
-
-Clock = dict[Lane, int]
-"""Of each lane the place of the last op that is over. A lane begins its ops in order and ends them in order, so all
-before that are over too."""
-
-
-def _clocks(period: Period, waits: Iterable[Sequence[Traced]]) -> list[Clock]:
-    """What is over when each op begins."""
-    lanes: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
-    at_begin: list[Clock] = []
-    for traced, after in zip(period, waits, strict=True):
-        lane = traced.op.lane
-        clock = dict(lanes[lane])
-        for other in after:
-            for known, place in at_begin[other.place].items():
-                clock[known] = max(clock[known], place)
-            clock[other.op.lane] = max(clock[other.op.lane], other.place)
-        at_begin.append(clock)
-        lanes[lane] = clock if lane.overlaps else clock | {lane: traced.place}
-    return at_begin
-
-
-def conflicts(period: Period) -> dict[tuple[int, int], Touch]:
-    """(earlier, later) ops that touch the same, one of them writing, and what that is. Of each lane the last op that
-    conflicts stands for all before it."""
-    cuts = _cuts(period)
-    last: dict[tuple[str, int, bool], dict[Lane, int]] = {}
-    found: dict[tuple[int, int], Touch] = {}
-    for traced in period:
-        lane = traced.op.lane
-        pieces = [(touch, piece) for touch in traced.touches for piece in _pieces(touch, cuts)]
-        for touch, piece in pieces:
-            for writes in (True, False) if touch.writes else (True,):
-                for other, place in last.get((touch.space, piece, writes), {}).items():
-                    if other is not lane or lane.overlaps:
-                        found.setdefault((place, traced.place), touch)
-        for touch, piece in pieces:
-            last.setdefault((touch.space, piece, touch.writes), {})[lane] = traced.place
-    return found
-
-
-def _pieces(touch: Touch, cuts: Mapping[str, Sequence[int]]) -> range:
-    of_space = cuts[touch.space]
-    return range(bisect_left(of_space, touch.start), bisect_left(of_space, touch.end))
-
-
-def _cuts(period: Period) -> dict[str, list[int]]:
-    """Where touches begin and end, by space. What compute alone touches, tensors that come and go within it, is in
-    order, and left out: there all of it lies in one piece or in none."""
-    ends: dict[str, set[int]] = {}
-    for touch in {touch for traced in period for touch in traced.touches}:
-        ends.setdefault(touch.space, set()).update((touch.start, touch.end))
-    return {space: sorted(found) for space, found in ends.items()}
-
-
-def relinked(change: Callable[[Op], Op]) -> Waits:
-    """What ops would wait for if they said something else of what they read and write."""
-
-    def waits(period: Period) -> Iterator[list[Traced]]:
-        hazards, by_mark = Hazards(), dict[tuple[Lane, int], Traced]()
-        numbers = dict.fromkeys(Lane, 0)
-        for traced in period:
-            marks = hazards.add(change(traced.op))
-            numbers[traced.op.lane] += 1
-            by_mark[traced.op.lane, numbers[traced.op.lane]] = traced
-            yield [by_mark[mark] for mark in marks]
-
-    return waits

@@ -206,6 +206,8 @@ def _with_larger_blocks(
                 raise
             subject.say(f"the device has no room for blocks of {count} layers")
             continue
+        except PlanError:  # RAM has none for what is configured, only for what was hoped for
+            continue
         found = other.best(tried)
         if found is not None and found[0].typical_s <= enough_s:
             return other, tried, found
