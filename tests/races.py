@@ -50,6 +50,10 @@ class Touch(NamedTuple):
     end: int
     writes: bool
 
+    @property
+    def has_bytes(self) -> bool:
+        return self.space not in (CONTENTS, VERDICT, SQUARES)
+
     def __str__(self) -> str:
         return f"{self.space} from {self.start:#x} to {self.end:#x}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
@@ -121,7 +122,9 @@ def test_a_run_goes_on_with_the_blocks_that_it_has(tmp_path: Path, monkeypatch: 
     whole, part = tmp_path / "whole", tmp_path / "part"
     for folder in (whole, part):
         folder.mkdir()
-    train(with_engine(values_in(whole), layers_per_block=2))
+    console = quiet()
+    train(with_engine(values_in(whole), layers_per_block=2), console)
+    assert isinstance(console.file, io.StringIO) and "2 layers in a block, run in" in console.file.getvalue()
     values = with_engine(values_in(part), layers_per_block=2)
     step = gs.Engine.step
 

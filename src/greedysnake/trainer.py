@@ -188,6 +188,7 @@ class Trainer:
             num_ranks=self.prepared.share.num_ranks,
             num_gpus=torch.cuda.device_count() if self.prepared.device == "cuda" else 0,
             moments=training.adam_moments,
+            layers_per_block=self.prepared.model.layers_per_block,
             keeps_on_device=self.config.engine.keeps_on_device,
         )
 

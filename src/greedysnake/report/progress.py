@@ -54,6 +54,7 @@ class Prospect:
     num_gpus: int = 0
     """That this host has."""
     moments: str = "float32"
+    layers_per_block: int = 1
     keeps_on_device: bool = True
     """Whether something was said about what stays on the device."""
 
@@ -102,6 +103,7 @@ def prospect_text(footprint: Footprint, prospect: Prospect) -> str:
     lines = [
         f"{count_text(footprint.num_params)} parameters in {prospect.dtype} on {prospect.device}, "
         + ("" if prospect.moments == "float32" else f"moments in {prospect.moments}, ")
+        + ("" if prospect.layers_per_block == 1 else f"{prospect.layers_per_block} layers in a block, ")
         + f"run in {prospect.output_dir}",
         *_compiling(prospect),
         f"RAM {format_size(footprint.ram_bytes)} of a budget of {format_size(footprint.ram_budget_bytes)}; "
