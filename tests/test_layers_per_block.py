@@ -49,12 +49,12 @@ def train_steps(config: Any, folder: Path, layers_per_block: int, **options: Any
     return trained
 
 
-def assert_close(found: Trained, wanted: Trained) -> None:
+def assert_close(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> None:
     """To the rounding of float32: sums over a block's parameters have another order."""
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
     assert found.parameters.keys() == wanted.parameters.keys()
     for name, value in wanted.parameters.items():
-        assert float((found.parameters[name] - value).abs().max()) <= 1e-5, name
+        assert float((found.parameters[name] - value).abs().max()) <= tolerance, name
 
 
 @pytest.mark.parametrize("family", ["llama tied", "gemma3", "qwen3 window", "gpt2", "opt projected", "mixtral"])
@@ -74,16 +74,19 @@ def test_dropout_is_the_same_in_the_recompute(tmp_path: Path) -> None:
     assert_close(train_steps(config, tmp_path / "recomputed", 2), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_compiled_blocks_train_alike_and_share_their_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_compiled_blocks_train_alike_and_share_their_code(device: str, tmp_path: Path) -> None:
     config, counters = make_config("llama", num_hidden_layers=4), torch._dynamo.utils.counters
     num_graphs = []
     for count in (1, 2):
         torch._dynamo.reset()
         counters.clear()
-        wanted = train_steps(config, tmp_path / f"plain {count}", count)
-        assert_close(train_steps(config, tmp_path / f"compiled {count}", count, compile=True), wanted)
+        wanted = train_steps(config, tmp_path / f"plain {count}", count, device=device)
+        found = train_steps(config, tmp_path / f"compiled {count}", count, device=device, compile=True)
+        assert_close(found, wanted, tolerance=1e-5 if device == "cpu" else 1e-4)  # a GPU adds up in an order of its own
         assert not counters["graph_break"], dict(counters["graph_break"])
         num_graphs.append(counters["stats"]["unique_graphs"])
     assert num_graphs[1] == num_graphs[0]
