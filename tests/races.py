@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -172,12 +172,12 @@ def _clocks(period: Period, waits: Waits) -> list[Clock]:
 
 @contextmanager
 def recorded() -> Iterator[list[Period]]:
-    """What the engines do that are made within, one after another; complete when they are closed."""
+    """What the engine does that is made within; complete when it is closed."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         recorder = _Recorder(monkeypatch)
-        # Whether anyone watches torch is kept for the process: lanes that begin and end it would leave it wrong
-        # behind them, were it not on from before the first to after the last of them.
-        with _Operators(recorder.touch):
+        # Torch keeps for the process whether anyone watches it. Lanes begin and end that at any time, and would leave
+        # it wrong behind them, were it not so from before the first to after the last of them.
+        with recorder.watching():
             yield recorder.periods
 
 
@@ -196,7 +196,7 @@ class _Recorder:
         monkeypatch.setattr(Actions, "run", lambda *call: self._run(call[1], call[2], lambda: run(*call)))
         monkeypatch.setattr(runner, "Task", self._link)
         self._before(Hazards, "forget", self._start_anew)
-        self._before(Room, "use", lambda *_: self._begin_period())
+        self._before(Room, "use", lambda *_: self._begin_period())  # memory changes hands, and nothing is under way
         for name in ("memmove", "adamw", "add_fp32", "sum_of_squares", "crc32c"):
             self._before(ctypes if name == "memmove" else _native, name, getattr(self, f"_{name}"))
         self._before(IoEngine, "submit", self._submit)
@@ -230,8 +230,8 @@ class _Recorder:
         self._numbers |= counts
 
     def _link(self, op: Op, after: list[tuple[LaneRunner, int]]) -> Task:
-        marks = [(other.lane, number) for other, number in after]
         ops = self.periods[-1].ops
+        marks = [(other.lane, number) for other, number in after]  # what is of an earlier period is over
         traced = Traced(op, len(ops), [self._by_mark[mark] for mark in marks if mark in self._by_mark])
         ops.append(traced)
         self._numbers[op.lane] += 1
@@ -248,7 +248,7 @@ class _Recorder:
     def _at(self, traced: Traced | None, call: Callable[[], Any]) -> Any:
         before, self._thread.traced = self._current, traced
         try:
-            with _Operators(self.touch):
+            with self.watching():
                 return call()
         finally:
             self._thread.traced = before
@@ -256,6 +256,19 @@ class _Recorder:
     @property
     def _current(self) -> Traced | None:
         return getattr(self._thread, "traced", None)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sees what torch's operators are given, on the calling thread."""
+        if getattr(self._thread, "is_watched", False):
+            yield
+            return
+        self._thread.is_watched = True
+        try:
+            with _Operators(self.touch):
+                yield
+        finally:
+            self._thread.is_watched = False
 
     # What they touch
 
@@ -343,26 +356,27 @@ class _Operators(TorchDispatchMode):
         self, operator: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _only_makes_a_view(operator):
-            for tensor, writes in _given(operator, args, kwargs):
-                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-                nbytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
-                self._touch(MEMORY, tensor.data_ptr(), nbytes, writes=writes)
+        writes = _arguments(operator)
+        named = ((name, kwargs[name]) for name in writes if name in kwargs)
+        for name, value in (*zip(writes, args, strict=False), *named):
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, torch.Tensor) and tensor.numel():
+                    self._touch(MEMORY, tensor.data_ptr(), _reach(tensor), writes=writes[name])
         return operator(*args, **kwargs)
 
 
-def _only_makes_a_view(operator: Any) -> bool:
-    aliases = [result.alias_info for result in operator._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
+@cache
+def _arguments(operator: Any) -> dict[str, bool]:
+    """What an operator is given, in this order, and whether it writes to it. Nothing where it returns a view of that,
+    for which it looks at no value."""
+    schema = operator._schema
+    if any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
+        return {}
+    aliases = {argument.name: argument.alias_info for argument in schema.arguments}
+    return {name: alias is not None and alias.is_write for name, alias in aliases.items()}
 
 
-def _given(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Tensors that an operator is given, and whether it writes to them."""
-    arguments = operator._schema.arguments
-    values = list(zip(arguments, args, strict=False))
-    values += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
-    for argument, value in values:
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(tensor, torch.Tensor):
-                yield tensor, writes
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
