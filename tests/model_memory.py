@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import re
 from pathlib import Path
 
 import torch
 
 import greedysnake as gs
+from greedysnake.runtime.stored import StoredModel
 
 
 def peak_bytes() -> int:
@@ -17,6 +20,8 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps would hide as much
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -51,3 +56,36 @@ def measure(folder: str, num_layers: int, hidden: int, ram: str) -> dict[str, in
     run(root / "made", "loaded", 1)
     model_bytes = sum(path.stat().st_size for path in (root / "loaded").glob("*.safetensors"))
     return {"rest": rest, "made": made, "loaded": peak_bytes() - rest, "model": model_bytes}
+
+
+def measure_group(folder: str, num_layers: int, hidden: int, ram: str) -> dict[str, int]:
+    """Bytes above those at rest while a model whose layers are all one block is made, besides what the device holds,
+    and while its checkpoint is exported."""
+    root = Path(folder)
+    sizes = {"vocab_size": 256, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_attention_heads": 4}
+
+    def make(count: int, name: str) -> int:
+        config = {"model_type": "llama", "num_hidden_layers": count, **sizes}
+        model = gs.load_model(config, layers_per_block=count)
+        slots = gs.Slots(weights=1, gradients=1)
+        with gs.Engine(model, gs.AdamW(lr=1e-3), storage=[root / name], ram=ram, slots=slots) as engine:
+            engine.save()
+            device = engine._buffers.device
+            return sum(tensor.nbytes for tensor in (*device.weights.values(), *device.gradients.values()))
+
+    def export(count: int, name: str) -> None:
+        config = {"model_type": "llama", "num_hidden_layers": count, **sizes}
+        model = gs.load_model(config, layers_per_block=count)
+        with StoredModel(model, [root / name]) as stored:
+            gs.export_model(stored, model, root / f"{name} exported")
+
+    make(2, "warm")
+    export(2, "warm")
+    reset_peak()
+    rest = peak_bytes()
+    on_device = make(num_layers, "made")
+    made = peak_bytes() - rest - on_device
+    reset_peak()
+    rest = peak_bytes()
+    export(num_layers, "made")
+    return {"made": made, "exported": peak_bytes() - rest, "weights": 4 * num_layers * (4 + 3 * 3) * hidden * hidden}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import child
 import greedysnake as gs
 from families import MIXED, OPTIMIZER, SIZES, make_batches, make_config
 from greedysnake import agreement, measuring, planner, settings
@@ -97,6 +98,14 @@ def test_layers_with_a_part_in_the_loss_have_blocks_of_their_own(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"layers\.0 has a side_gradient .* set layers_per_block to 1"):
         gs.Engine(model, OPTIMIZER, storage=[tmp_path], ram="64MiB")
     assert not model.may_be_grouped and gs.load_model(make_config("mixtral")).may_be_grouped
+
+
+def test_layers_of_a_block_are_made_and_exported_one_by_one(tmp_path: Path) -> None:
+    """All of them together would be as much as the weights in float32."""
+    found = child.call("model_memory", "measure_group", str(tmp_path), 32, 384, "32MiB", timeout_s=300)
+    assert found["weights"] > 200e6
+    assert found["made"] < (32 << 20) + found["weights"] / 4, found
+    assert found["exported"] < found["weights"] / 4, found
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True])

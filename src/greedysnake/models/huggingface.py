@@ -20,7 +20,7 @@ from greedysnake.models.check import check_model
 from greedysnake.models.configuration import make_configuration, read_configuration, require_sound
 from greedysnake.models.loading import Files, Materializer, Weights, has_weights
 from greedysnake.models.loss import CHUNK_TOKENS, IGNORED
-from greedysnake.models.sequential import Batch, BlockSource, Built, grouped, require_layers_per_block
+from greedysnake.models.sequential import Batch, BlockSource, Built, Made, grouped, ignore, require_layers_per_block
 from greedysnake.models.split import Split, build_skeleton, find_balance, make_blocks
 
 EAGER = "eager"
@@ -225,8 +225,10 @@ class _Source:
     name: str
     make: Callable[[bool], Built]
 
-    def build(self, *, values: bool = True) -> Built:
-        return self.make(values)
+    def build(self, *, values: bool = True, made: Made = ignore) -> Built:
+        module, parameters = self.make(values)
+        made(parameters)
+        return module, parameters
 
 
 def _fill(

@@ -47,14 +47,23 @@ Built = tuple[nn.Module, dict[str, nn.Parameter]]
 """A block's module, and its parameters by their full names."""
 
 
+Made = Callable[[Mapping[str, nn.Parameter]], None]
+
+
+def ignore(parameters: Mapping[str, nn.Parameter]) -> None:
+    """What was made is wanted as it is."""
+
+
 class BlockSource(Protocol):
     """How to make one block."""
 
     @property
     def name(self) -> str: ...
 
-    def build(self, *, values: bool = True) -> Built:
-        """Makes it. Without `values` the parameters' contents do not matter, as when they come from a checkpoint."""
+    def build(self, *, values: bool = True, made: Made = ignore) -> Built:
+        """Makes it. Without `values` the parameters' contents do not matter, as when they come from a checkpoint.
+        `made` is called as soon as some of its parameters are there, and may take their values: those of a layer before
+        the next is made."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,11 @@ class _Single:
     name: str
     source: ModuleSource
 
-    def build(self, *, values: bool = True) -> Built:
+    def build(self, *, values: bool = True, made: Made = ignore) -> Built:
         module = _build(self.name, self.source)
-        return module, {f"{self.name}.{name}": parameter for name, parameter in module.named_parameters()}
+        parameters = {f"{self.name}.{name}": parameter for name, parameter in module.named_parameters()}
+        made(parameters)
+        return module, parameters
 
 
 @dataclass(frozen=True)
@@ -76,9 +87,10 @@ class _Group:
     name: str
     layers: tuple[BlockSource, ...]
 
-    def build(self, *, values: bool = True) -> Built:
+    def build(self, *, values: bool = True, made: Made = ignore) -> Built:
         modules: list[nn.Module] = []
-        parameters: dict[int, tuple[str, nn.Parameter]] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
         for layer in self.layers:
             module, found = layer.build(values=values)
             if hasattr(module, "side_gradient"):
@@ -86,9 +98,11 @@ class _Group:
                     f"{layer.name} has a side_gradient and needs a block of its own: set layers_per_block to 1"
                 )
             modules.append(module)
-            for name, parameter in found.items():
-                parameters.setdefault(id(parameter), (name, parameter))  # the same layer may be there twice
-        return LayerGroup(modules), dict(parameters.values())
+            new = {name: parameter for name, parameter in found.items() if id(parameter) not in seen}
+            made(new)  # without those of a layer that is there twice
+            seen.update(map(id, new.values()))
+            parameters.update(new)
+        return LayerGroup(modules), parameters
 
 
 def grouped(sources: Sequence[BlockSource], layers_per_block: int) -> Iterator[BlockSource]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from greedysnake import _native
-from greedysnake.errors import ConfigError
 from greedysnake.ops import Plan
 from greedysnake.placement import Home
-from greedysnake.runtime.flat import FlatBlock, Place
+from greedysnake.runtime.chunking import ChunkFilling
+from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.memory import HostMemory
 from greedysnake.runtime.moments import decode
@@ -131,34 +131,27 @@ class ModelState:
             if Home.RAM in (home.weight, home.state)
         }
 
-    def fill(self, number: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Sets a block to these values, with zero moments."""
-        block = self._blocks[number]
+    @contextmanager
+    def filling(self, number: int) -> Iterator[ChunkFilling]:
+        """Takes the values of a block's parameters, to which it sets the block, with zero moments."""
         precision = self._plan.precision
-        for place in block.places:
-            if parameters[place.name].is_meta:
-                raise ConfigError(
-                    f"{place.name} is on the meta device and has no values: give a function that makes the module"
-                )
-        # One vector for all chunks: memory that nobody has touched yet costs as much as filling it.
-        largest = max((chunk.num_params for chunk in block.shape.chunks), default=0)
-        whole = torch.empty(largest, dtype=torch.float32, device="cpu")
         with _Turns(self._host, self._store) as turns:
-            for index, chunk in enumerate(block.shape.chunks):
-                master = whole[: chunk.num_params].zero_()
-                for place, into, values in _overlaps(block.places, chunk):
-                    flat = parameters[place.name].detach().reshape(-1)
-                    master[into : into + len(values)].copy_(flat[values.start : values.stop])
+
+            def put(index: int, master: torch.Tensor) -> None:
                 slot = turns.next()
-                state = slot.data_ptr() + chunk.num_params * precision.weight_bytes
+                state = slot.data_ptr() + len(master) * precision.weight_bytes
                 if precision.residual_bytes:
-                    _native.split(self._pool, master.data_ptr(), slot.data_ptr(), state, chunk.num_params)
+                    _native.split(self._pool, master.data_ptr(), slot.data_ptr(), state, len(master))
                 else:
                     slot[: master.nbytes].copy_(master.view(torch.uint8))
-                moments = chunk.num_params * (precision.weight_bytes + precision.residual_bytes)
+                moments = len(master) * (precision.weight_bytes + precision.residual_bytes)
                 slot[moments : sum(self._sizes(number, index))].zero_()
                 self._keep_in_ram(number, index, slot)
                 self._write_parts(number, index, slot, turns, Home.SSD)
+
+            filling = ChunkFilling(self._blocks[number], put)
+            yield filling
+            assert filling.is_done, "parameters are missing"
 
     def write_ram_parts(self) -> None:
         """Writes what lives in RAM to the store, so that a checkpoint has all of it."""
@@ -254,12 +247,3 @@ class ModelState:
             self._host.weights[number, index].copy_(slot[:weight_bytes])
         if home.state is Home.RAM and state_bytes:
             self._host.state[number, index].copy_(slot[weight_bytes : weight_bytes + state_bytes])
-
-
-def _overlaps(places: Sequence[Place], chunk: Chunk) -> Iterator[tuple[Place, int, range]]:
-    """Parameters that lie in a chunk: where in the chunk, and which of their elements."""
-    end = chunk.start + chunk.num_params
-    for place in places:
-        first, last = max(place.offset, chunk.start), min(place.end, end)
-        if first < last:
-            yield place, first - chunk.start, range(first - place.offset, last - place.offset)

@@ -23,6 +23,7 @@ from greedysnake.errors import ANEW, ConfigError, StorageError
 from greedysnake.models.sequential import Model
 from greedysnake.runtime.arena import Arena
 from greedysnake.runtime.arguments import check_moments
+from greedysnake.runtime.chunking import ParameterCollecting
 from greedysnake.runtime.directory import num_ranks_in, own_directories
 from greedysnake.runtime.fitting import MOST_CHUNK_PARAMS
 from greedysnake.runtime.flat import DecayRule, FlatBlock, align, decays_by_default, survey
@@ -119,17 +120,18 @@ class StoredModel:
         return self._ranks[0].blocks
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, fp32 master), block by block; one block at a time is in memory."""
+        """(name, fp32 master), block by block, each as soon as it is read. Of a layer the large ones come last, so that
+        whoever waits for all of it waits for no other layer."""
         for number, block in enumerate(self.blocks):
-            master = torch.zeros(block.shape.num_params, dtype=torch.float32, device="cpu")
-            for _, chunk, values in self._read(number):
-                target = master[chunk.start : chunk.start + chunk.num_params]
+            found = ParameterCollecting(block)
+            for chunk, values in self._read(number):
                 if self.precision.residual_bytes:
-                    addresses = values["weight"].data_ptr(), values["residual"].data_ptr(), target.data_ptr()
+                    master = torch.empty(chunk.num_params, dtype=torch.float32, device="cpu")
+                    addresses = values["weight"].data_ptr(), values["residual"].data_ptr(), master.data_ptr()
                     _native.join(self.pool, *addresses, chunk.num_params)
                 else:
-                    target.copy_(values["weight"].view(torch.float32))
-            yield from ((place.name, master[place.offset : place.end].view(place.shape)) for place in block.places)
+                    master = values["weight"].view(torch.float32)
+                yield from found.add(chunk, master)
 
     def read_parameter(self, name: str, first: int, targets: Mapping[str, torch.Tensor], num_params: int) -> None:
         """Fills vectors, by the names that the precision has for them, with those of so many elements of a parameter
@@ -154,13 +156,15 @@ class StoredModel:
             self._last = (rank, number, index)
         return split_vectors(buffer, part.blocks[number].shape.chunks[index], self.precision)
 
-    def _read(self, number: int) -> Iterator[tuple[int, Chunk, dict[str, torch.Tensor]]]:
-        """(rank, chunk, its values as bytes) of all chunks of a block; the values are gone with the next."""
-        wanted = deque(
-            (rank, index)
+    def _read(self, number: int) -> Iterator[tuple[Chunk, dict[str, torch.Tensor]]]:
+        """(chunk, its values as bytes) of all chunks of a block, those of norms and biases first; the values are gone
+        with the next."""
+        chunks = [
+            (chunk.trainable and chunk.start + chunk.num_params <= part.blocks[number].decay_end, rank, index)
             for rank, part in enumerate(self._ranks)
-            for index in range(len(part.blocks[number].shape.chunks))
-        )
+            for index, chunk in enumerate(part.blocks[number].shape.chunks)
+        ]
+        wanted = deque((rank, index) for _, rank, index in sorted(chunks))
         reading: deque[tuple[int, int, torch.Tensor, StoreTicket]] = deque()
         try:
             while wanted or reading:
@@ -173,7 +177,7 @@ class StoredModel:
                 rank, index, buffer, ticket = reading.popleft()
                 self._ranks[rank].store.wait(ticket)
                 chunk = self._ranks[rank].blocks[number].shape.chunks[index]
-                yield rank, chunk, split_vectors(buffer, chunk, self.precision)
+                yield chunk, split_vectors(buffer, chunk, self.precision)
         finally:
             for rank, _, _, ticket in reading:
                 self._ranks[rank].store.wait(ticket)
