@@ -22,7 +22,7 @@ class ChunkFilling:
         self._put = put
         self._starts = [chunk.start for chunk in block.shape.chunks]
         self._begun: dict[int, torch.Tensor] = {}
-        """Chunks of which something is there."""
+        """Chunks of which something is there, each in a vector that any chunk fits into."""
         self._spare: list[torch.Tensor] = []
         """Vectors of chunks that were given away: memory that nobody has touched yet costs as much as filling it."""
         self._missing = [0] * len(self._starts)
@@ -46,8 +46,8 @@ class ChunkFilling:
         for place in places:
             flat = parameters[place.name].detach().reshape(-1)
             for index, into, values in self._overlaps(place):
-                master = self._begun[index] if index in self._begun else self._begin(index)
-                master[into : into + len(values)].copy_(flat[values.start : values.stop])
+                whole = self._begun[index] if index in self._begun else self._begin(index)
+                whole[into : into + len(values)].copy_(flat[values.start : values.stop])
                 self._missing[index] -= len(values)
                 if not self._missing[index]:
                     self._give(index)
@@ -62,13 +62,14 @@ class ChunkFilling:
             largest = max(chunk.num_params for chunk in chunks)
             self._spare.append(torch.empty(largest, dtype=torch.float32, device="cpu"))
         whole = self._spare.pop()
-        self._begun[index] = whole[: chunks[index].num_params].zero_()
-        return self._begun[index]
+        whole[: chunks[index].num_params].zero_()
+        self._begun[index] = whole
+        return whole
 
     def _give(self, index: int) -> None:
-        master = self._begun.pop(index)
-        self._put(index, master)
-        self._spare.append(master if master._base is None else master._base)
+        whole = self._begun.pop(index)
+        self._put(index, whole[: self._block.shape.chunks[index].num_params])
+        self._spare.append(whole)
 
     def _overlaps(self, place: Place) -> Iterator[tuple[int, int, range]]:
         """Chunks that a parameter lies in: where in the chunk, and which of its elements."""
