@@ -229,7 +229,9 @@ def test_killed_process_leaves_its_last_published_step(tmp_path: Path, backend: 
             with start_writer(directories, *options) as child:
                 acknowledged = run_for_a_while(child, chance)
                 child.kill()
-                acknowledged = last_acknowledged(child.communicate()[0], acknowledged)
+                assert child.stdout is not None
+                # Not communicate(), which would leave out what was read together with the lines before.
+                acknowledged = last_acknowledged(child.stdout.read(), acknowledged)
             with Store(directories, EXTENTS, io=io, fingerprint="writer", resume=True) as store:
                 assert store.step in (acknowledged, acknowledged + 1), "published, perhaps not yet printed"
                 check_step(store, store.step)
