@@ -219,6 +219,12 @@ def run_for_a_while(child: subprocess.Popen[str], chance: random.Random) -> int:
     return step
 
 
+def rest_of(child: subprocess.Popen[str]) -> tuple[str, str]:
+    """What an ending process has printed. communicate() would leave out what was read together with earlier lines."""
+    assert child.stdout is not None and child.stderr is not None
+    return child.stdout.read(), child.stderr.read()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_killed_process_leaves_its_last_published_step(tmp_path: Path, backend: str) -> None:
     directories = [tmp_path / "a", tmp_path / "b"]
@@ -229,9 +235,7 @@ def test_killed_process_leaves_its_last_published_step(tmp_path: Path, backend: 
             with start_writer(directories, *options) as child:
                 acknowledged = run_for_a_while(child, chance)
                 child.kill()
-                assert child.stdout is not None
-                # Not communicate(), which would leave out what was read together with the lines before.
-                acknowledged = last_acknowledged(child.stdout.read(), acknowledged)
+                acknowledged = last_acknowledged(rest_of(child)[0], acknowledged)
             with Store(directories, EXTENTS, io=io, fingerprint="writer", resume=True) as store:
                 assert store.step in (acknowledged, acknowledged + 1), "published, perhaps not yet printed"
                 check_step(store, store.step)
@@ -309,7 +313,7 @@ def test_power_cut_leaves_the_last_published_step(mount: Callable[[int], Path], 
         with start_writer([point / "store"], *options) as child:
             acknowledged = run_for_a_while(child, chance)
             cut_power(point)
-            output, errors = child.communicate()
+            output, errors = rest_of(child)
             assert "StorageError" in errors, "the writer must notice"
             acknowledged = last_acknowledged(output, acknowledged)
         subprocess.run(["umount", point], check=True)
