@@ -122,11 +122,12 @@ class StoredModel:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, fp32 master), block by block, each as soon as it is read. Of a layer the large ones come last, so that
         whoever waits for all of it waits for no other layer."""
+        joined = torch.empty(max(self.chunk_params), dtype=torch.float32, device="cpu")
         for number, block in enumerate(self.blocks):
             found = ParameterCollecting(block)
             for chunk, values in self._read(number):
                 if self.precision.residual_bytes:
-                    master = torch.empty(chunk.num_params, dtype=torch.float32, device="cpu")
+                    master = joined[: chunk.num_params]
                     addresses = values["weight"].data_ptr(), values["residual"].data_ptr(), master.data_ptr()
                     _native.join(self.pool, *addresses, chunk.num_params)
                 else:
