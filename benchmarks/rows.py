@@ -369,7 +369,7 @@ def existing(directory: str) -> Path:
 def print_figures(name: str, found: Found) -> bool:
     """Whether all is as it should be."""
     row, sound = ROWS[name], True
-    left_out = not all(found.values())
+    left_out = not all(found.values()) and not any("failed" in each for each in found.values())
     for number, figure in enumerate(row.figures):
         try:
             value = figure.value(found)

@@ -287,6 +287,18 @@ def test_blocks_that_the_device_has_no_room_for_are_said_and_not_planned(
         plan(crowded(tmp_path))
 
 
+def test_a_plan_that_fits_is_not_said_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was put on the device by hand is too much there, and not with fewer activations."""
+    values = crowded(tmp_path, placement={"activations_device": 0.6, "activations_ram": 0.2})
+    known_machine(monkeypatch)
+    alone, pairs = (plan(with_engine(values, layers_per_block=count)).given.footprint.device_bytes for count in (1, 2))
+    assert pairs < alone
+    known_machine(monkeypatch, room=(alone + pairs) // 2, penalty=0.5)
+    planned = plan(values)
+    assert planned.chosen.config.engine.layers_per_block != 1
+    assert "it will not fit" not in plan_text(planned)
+
+
 def test_buffers_of_larger_blocks_stay_within_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known_machine(monkeypatch)
     needed = plan(crowded(tmp_path, layers_per_block=1)).given.footprint.device_bytes

@@ -39,6 +39,8 @@ SATURATED = 0.97
 """Of a step, computing: more micro-batches would gain no more than the rest."""
 MOST_DOUBLINGS = 6
 LAYERS_PER_BLOCK = (2, 4, 8)
+NO_MEMORY = ("OutOfMemoryError", "ALLOC_FAILED")
+"""What torch, and the libraries that it uses, say where a device has no more of it."""
 WORTH_IT = 0.03
 """Of a step: less is not worth another trial, nor the memory that larger blocks take."""
 
@@ -185,7 +187,8 @@ def _with_larger_blocks(
     little more, in more memory. What is expected of it, by what was measured of single layers, is measured before it
     counts."""
     num_layers, num_micro_batches = len(machine.times) - 2, subject.config.training.gradient_accumulation_steps
-    if Planned.is_saturated(best[0]) or not subject.model.may_be_grouped:
+    fits = machine.has_room_for(best[0].footprint.device_bytes)
+    if (fits and Planned.is_saturated(best[0])) or not subject.model.may_be_grouped:
         return subject, machine, best
     subject.say("looking at more layers in a block")
     hopes = []
@@ -195,14 +198,14 @@ def _with_larger_blocks(
             hoped = other.expecting(machine.with_blocks_of(count)).option_with(best[1], num_micro_batches)
             if machine.has_room_for(hoped.footprint.device_bytes):
                 hopes.append((hoped.typical_s, count, other))
-    enough_s = best[0].typical_s * (1 - WORTH_IT)
+    enough_s = best[0].typical_s * (1 - WORTH_IT) if fits else math.inf
     for hoped_s, count, other in sorted(hopes, key=lambda hope: hope[:2]):
         if hoped_s > enough_s:
             break
         try:
             tried = other.measure(drives)
         except (OpError, torch.OutOfMemoryError) as error:
-            if "OutOfMemoryError" not in f"{type(error).__name__} {error}":
+            if not any(name in f"{type(error).__name__} {error}" for name in NO_MEMORY):
                 raise
             subject.say(f"the device has no room for blocks of {count} layers")
             continue

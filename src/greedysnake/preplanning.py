@@ -116,8 +116,11 @@ def _fate(code: int | None) -> str:
 
 def _plan(config: Config, answering: Connection, parent: int) -> None:
     """In the process of its own."""
+    _obey(parent)
+    from greedysnake import planner  # noqa: F401  # takes seconds, in which there is nothing to take away
+
     ending = _Ending()
-    _obey(parent, ending)
+    signal.signal(signal.SIGTERM, ending)
     try:
         answer = _answer(config)
         with answering, suppress(BrokenPipeError):  # nobody waits for it any more
@@ -153,16 +156,17 @@ def _answer(config: Config) -> Config | Exception:
     return planned.chosen.config
 
 
-def _obey(parent: int, ending: _Ending) -> None:
+def _obey(parent: int) -> None:
     """Ends when the parent says so, or ends itself, in whatever way. Ctrl-C and a terminal that closes reach both
-    processes, and are the parent's to answer."""
+    processes, and are the parent's to answer. What a handler raises may be swallowed by an import, so there is none
+    yet."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, ending)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        raise SystemExit(ending.code)
+        raise SystemExit(_Ending.code)
 
 
 class _Ending:

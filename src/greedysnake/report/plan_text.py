@@ -86,7 +86,7 @@ def plan_text(planned: Planned) -> str:
     ]
     if chosen.clipped and chosen.clipped.step_s > 1.01 * chosen.forecast.step_s:
         lines.insert(2, f"a step that is clipped waits for the norm and takes {chosen.clipped.step_s:.3g} s")
-    room, needed = planned.machine.room_bytes, given.footprint.device_bytes
+    room, needed = planned.machine.room_bytes, chosen.footprint.device_bytes
     if room is not None and needed > room:
         lines.append(
             f"it will not fit: the device has {format_size(max(0, room))} beside what computing needs, and buffers and "

@@ -116,7 +116,7 @@ def fit_gradients(
         raise PlanError(
             f"needs {format_size(sum(needed.values()))} of RAM for {counts[Home.RAM]} activations of "
             f"{format_size(size)}, {format_size(free_bytes)} are left of the budget: raise ram, use fewer or smaller "
-            "micro-batches, or lower placement.activations_ram"
+            "micro-batches or more layers_per_block, or lower placement.activations_ram"
         )
     if not vertical:
         return plan, _keep_all(plan, left)
