@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ from greedysnake.report.plan_text import machine_text, plan_text
 from greedysnake.resharding import reshard_run
 from greedysnake.runtime.drive import Bandwidth, Drive
 from reference import Trained
-from training import Run, curve, metrics_of, quiet, train, values_in
+from training import Run, curve, metrics_of, quiet, train, train_for, values_in
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,16 +136,7 @@ def test_a_run_goes_on_with_the_blocks_that_it_has(tmp_path: Path, monkeypatch: 
     train(with_engine(values_in(whole), layers_per_block=2), console)
     assert isinstance(console.file, io.StringIO) and "2 layers in a block, run in" in console.file.getvalue()
     values = with_engine(values_in(part), layers_per_block=2)
-    step = gs.Engine.step
-
-    def stop_after_five(engine: gs.Engine, *batches: Any, **options: Any) -> gs.StepResult:
-        if engine.num_steps == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(engine, *batches, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(gs.Engine, "step", stop_after_five)
-        assert train(values).stopped_by == "SIGTERM"
+    train_for(5, values, monkeypatch)
     noted = settings.read_yaml((part / "run" / "run.yaml").read_text(), "run.yaml")["engine"]
     assert isinstance(noted, dict) and noted["layers_per_block"] == 2
     with pytest.raises(ConfigError, match=r"engine\.layers_per_block was 2 and is 1"):

@@ -30,7 +30,7 @@ from greedysnake.report.metrics import KEYS, MetricsFile
 from greedysnake.report.progress import Progress, Summary, step_line, stop_notice, summary_text
 from greedysnake.runtime.footprint import Footprint
 from greedysnake.runtime.manifest import Manifest
-from training import curve, metrics_of, quiet, train, values_in, write_config, write_rows
+from training import curve, metrics_of, quiet, train, train_for, values_in, write_config, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -300,16 +300,7 @@ def test_the_drive_may_have_room_for_tentative_updates_in_one_part_of_a_run_only
 ) -> None:
     values = values_in(tmp_path, eval_steps=4, save_steps=3)
     values["engine"]["optimistic"] = first
-    step = gs.Engine.step
-
-    def stop_after_five(engine: gs.Engine, *batches: Any, **options: Any) -> gs.StepResult:
-        if engine.num_steps == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(engine, *batches, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(gs.Engine, "step", stop_after_five)
-        assert train(values).stopped_by == "SIGTERM"
+    train_for(5, values, monkeypatch)
     values["engine"]["optimistic"] = not first
     trainer = gs.Trainer(values, console=quiet())
     assert trainer.prepared.resume and trainer.prepared.footprint.plan.may_be_tentative is not first

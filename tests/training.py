@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,20 @@ def quiet() -> Console:
 
 def train(values: dict[str, Any], console: Console | None = None) -> Summary:
     return gs.Trainer(values, console=console or quiet()).train()
+
+
+def train_for(num_steps: int, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps of a run, which a signal then ends."""
+    step = gs.Engine.step
+
+    def stopping(engine: gs.Engine, *batches: Any, **options: Any) -> gs.StepResult:
+        if engine.num_steps == num_steps - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(engine, *batches, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gs.Engine, "step", stopping)
+        assert train(values).stopped_by == "SIGTERM"
 
 
 def everything_in(directory: Path) -> dict[str, bytes]:
