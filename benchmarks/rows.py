@@ -120,6 +120,22 @@ def least_free(run: str) -> Callable[[Found], float | str]:
     return lambda found: float(found[run]["least_free_bytes"]) / 1e9
 
 
+def within_caps(run: str) -> list[Figure]:
+    """Of the model that is larger than the machine."""
+    return [
+        Figure("tokens/s", of(run, "greedysnake", "tokens_per_s")),
+        Figure("VRAM, bytes", of(run, "greedysnake", "peak_vram_bytes"), at_most=24e9),
+        Figure("RAM, bytes", of(run, "greedysnake", "peak_rss_bytes"), at_most=96e9),
+    ]
+
+
+def against_drive(run: str) -> list[Figure]:
+    return [
+        Figure(f"of what its bytes need, drive {when}", of(run, "greedysnake", f"of_ssd_bound_{when}"))
+        for when in ("before", "after")
+    ]
+
+
 # Rows
 
 IO = "--io backend=threads queue_depth=8 piece_bytes=4194304 num_threads=6"
@@ -176,13 +192,7 @@ ROWS: Mapping[str, Row] = {
             f"--slots updates=40 staging=16 weights=3 {IO} --placement weights_ram=1 optimizer_ram=0.45 "
             "activations_device=0.22 activations_ram=0.78"
         },
-        [
-            Figure("tokens/s", of("8b", "greedysnake", "tokens_per_s")),
-            Figure("of what its bytes need, drive before", of("8b", "greedysnake", "of_ssd_bound_before")),
-            Figure("of what its bytes need, drive after", of("8b", "greedysnake", "of_ssd_bound_after")),
-            Figure("VRAM, bytes", of("8b", "greedysnake", "peak_vram_bytes"), at_most=24e9),
-            Figure("RAM, bytes", of("8b", "greedysnake", "peak_rss_bytes"), at_most=96e9),
-        ],
+        [*against_drive("8b"), *within_caps("8b")],
         needs_s=200.0,
     ),
     "8b-pairs": Row(
@@ -192,13 +202,7 @@ ROWS: Mapping[str, Row] = {
             f"--steps 2 --layers-per-block 2 --slots updates=40 staging=16 weights=2 {IO} --placement weights_ram=1 "
             "optimizer_ram=0.6 activations_device=0.2 activations_ram=0.8"
         },
-        [
-            Figure("tokens/s", of("8b-pairs", "greedysnake", "tokens_per_s")),
-            Figure("of what its bytes need, drive before", of("8b-pairs", "greedysnake", "of_ssd_bound_before")),
-            Figure("of what its bytes need, drive after", of("8b-pairs", "greedysnake", "of_ssd_bound_after")),
-            Figure("VRAM, bytes", of("8b-pairs", "greedysnake", "peak_vram_bytes"), at_most=24e9),
-            Figure("RAM, bytes", of("8b-pairs", "greedysnake", "peak_rss_bytes"), at_most=96e9),
-        ],
+        [*against_drive("8b-pairs"), *within_caps("8b-pairs")],
         needs_s=170.0,
     ),
     "clipping": Row(
@@ -262,11 +266,7 @@ ROWS: Mapping[str, Row] = {
             f"--steps 2 --slots updates=40 staging=16 weights=3 {IO} --placement weights_ram=1 optimizer_ram=1 "
             "activations_device=0.22 activations_ram=0.78"
         },
-        [
-            Figure("tokens/s", of("8b-int8", "greedysnake", "tokens_per_s")),
-            Figure("VRAM, bytes", of("8b-int8", "greedysnake", "peak_vram_bytes"), at_most=24e9),
-            Figure("RAM, bytes", of("8b-int8", "greedysnake", "peak_rss_bytes"), at_most=96e9),
-        ],
+        within_caps("8b-int8"),
         needs_s=110.0,
     ),
 }
