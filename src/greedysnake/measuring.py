@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +59,8 @@ class Machine:
     layers_per_block: int = 1
     room_bytes: int | None = None
     """Memory of the device for buffers and homes, besides what computing needs; None where it is RAM."""
+    graph_bytes: tuple[int, ...] | None = None
+    """Of each block: what the device holds of a graph that is kept, for one micro-batch. None where none was tried."""
 
     def has_room_for(self, device_bytes: int) -> bool:
         return self.room_bytes is None or device_bytes <= self.room_bytes
@@ -73,8 +75,13 @@ class Machine:
             shared |= {"h2d_bytes_per_s", "d2h_bytes_per_s"}
         rates = replace(rates, **{name: value / num_ranks for name in shared if (value := getattr(rates, name))})
         slower = num_ranks if self.device == "cpu" else 1
-        times = (BlockTimes(each.forward_s * slower, each.backward_s * slower) for each in self.times)
-        return replace(self, rates=rates, times=tuple(times))
+        return replace(self, rates=rates, times=tuple(each.times(slower) for each in self.times))
+
+    def with_graphs_of(self, other: Machine) -> Machine:
+        """As it was measured, with what another measurement says of graphs that are kept."""
+        both = zip(self.times, other.times, strict=True)
+        times = (replace(mine, kept_backward_s=theirs.kept_backward_s) for mine, theirs in both)
+        return replace(self, times=tuple(times), graph_bytes=other.graph_bytes)
 
     def with_blocks_of(self, layers_per_block: int) -> Machine:
         """As it would be with so many layers in a block, from what was measured with one."""
@@ -106,16 +113,20 @@ def measure(
     device: str,
     ram: int,
     say: Say,
+    graphs: bool = False,
 ) -> Machine:
-    """All but its drives, by a few steps of a shortened model."""
+    """All but its drives, by a few steps of a shortened model; with `graphs`, those of its layers are kept."""
     kinds = _kinds(outlined.blocks, getattr(model_config.get_text_config(), "layer_types", None))
     kept = [number for numbers in kinds for number in numbers[: TRIAL_LAYERS[device]]]
     num_compute = sum(map(len, kinds))
     what = "layers" if model.layers_per_block == 1 else f"blocks of {model.layers_per_block} layers"
-    say(f"training {len(kept) - 2} of {num_compute - 2} {what} for {TRIAL_STEPS} steps on {device}")
+    how = ", keeping their graphs" if graphs else ""
+    say(f"training {len(kept) - 2} of {num_compute - 2} {what} for {TRIAL_STEPS} steps on {device}{how}")
+    if graphs:
+        plan = replace(plan, placement=replace(plan.placement, graphs_device=1.0))
     batches = _batches(config, int(model_config.get_text_config().vocab_size))
     with torch_threads(config.engine.compute_threads):
-        seen, room_bytes = _try(
+        seen, room_bytes, weights = _try(
             config,
             _Shortened(model, kept),
             batches,
@@ -125,11 +136,13 @@ def measure(
             ram=ram,
         )
     of_block = dict(zip(sorted(kept), seen.times, strict=True))
-    times = {
-        number: _typical([of_block[other] for other in numbers if other in of_block])
-        for numbers in kinds
-        for number in numbers
-    }
+    weight = {number: weights.get(position, 0) for position, number in enumerate(sorted(kept))}
+    times, graph_bytes = {}, {}
+    for numbers in kinds:
+        tried = [number for number in numbers if number in of_block]
+        typical, heaviest = _typical([of_block[number] for number in tried]), max(weight[number] for number in tried)
+        times.update(dict.fromkeys(numbers, typical))
+        graph_bytes.update(dict.fromkeys(numbers, heaviest))
     rates = replace(
         seen.rates,
         ssd_bytes_per_s=drives.mixed_bytes_per_s,
@@ -137,11 +150,18 @@ def measure(
         ssd_write_bytes_per_s=drives.write_bytes_per_s,
     )
     of_blocks = tuple(times[number] for number in range(num_compute))
-    return Machine(device, rates, of_blocks, model.layers_per_block, room_bytes)
+    are_weighed = weights and all(position in weights for position in range(1, len(kept) - 1))
+    of_graphs = tuple(graph_bytes[number] for number in range(num_compute)) if are_weighed else None
+    return Machine(device, rates, of_blocks, model.layers_per_block, room_bytes, of_graphs)
 
 
 def _typical(times: Sequence[BlockTimes]) -> BlockTimes:
-    return BlockTimes(median(each.forward_s for each in times), median(each.backward_s for each in times))
+    kept = [each.kept_backward_s for each in times if each.kept_backward_s is not None]
+    return BlockTimes(
+        median(each.forward_s for each in times),
+        median(each.backward_s for each in times),
+        median(kept) if kept else None,
+    )
 
 
 def _bandwidth(directories: Sequence[Path]) -> Bandwidth:
@@ -246,10 +266,10 @@ def _try(
     activation_bytes: int,
     device: str,
     ram: int,
-) -> tuple[Observed, int | None]:
+) -> tuple[Observed, int | None, Mapping[int, int]]:
     """Steps with the run's own shares in RAM and on the drive: where the CPU computes, all of them take its time.
 
-    Returns what was seen, and the room that a GPU has beside what computing needs."""
+    Returns what was seen, the room that a GPU has beside what computing needs, and what graphs that are kept take."""
     free_bytes = 0
     if device == "cuda":
         gc.collect()  # of the trial before
@@ -274,8 +294,10 @@ def _try(
                 engine.records.clear()
         engine.flush()
         seen = observe(engine.records, engine.plan)
+        graph_bytes = dict(engine.graph_bytes)
         if device != "cuda":
-            return seen, None
+            return seen, None, graph_bytes
         held_bytes = device_bytes(engine.plan, _num_tried(config), activation_bytes)
+        held_bytes += sum(graph_bytes.values()) * _num_tried(config)
         computing_bytes = torch.cuda.max_memory_allocated() - held_bytes
-        return seen, int(USED_VRAM * free_bytes) - computing_bytes
+        return seen, int(USED_VRAM * free_bytes) - computing_bytes, graph_bytes

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, get_args
 
 import torch
@@ -14,6 +15,7 @@ from greedysnake.config import Config
 from greedysnake.errors import ConfigError, OpError, PlanError
 from greedysnake.measuring import Machine, Say, measure, measure_drives
 from greedysnake.models.huggingface import CausalLM
+from greedysnake.placement import Home, last_layers
 from greedysnake.planning.costs import Costs
 from greedysnake.planning.simulate import Forecast, forecast
 from greedysnake.planning.solve import Choice, solve
@@ -41,6 +43,10 @@ MOST_DOUBLINGS = 6
 LAYERS_PER_BLOCK = (2, 4, 8)
 NO_MEMORY = ("OutOfMemoryError", "ALLOC_FAILED")
 """What torch, and the libraries that it uses, say where a device has no more of it."""
+LEAST_GRAPH = 8
+"""Tensors as large as a layer's output that its graph has at least: those of a Llama have 20."""
+GRAPH_SHARES = 8
+"""Into how many parts the layers are divided whose graphs would fit, to find out how many of them pay."""
 WORTH_IT = 0.03
 """Of a step: less is not worth another trial, nor the memory that larger blocks take."""
 
@@ -128,6 +134,7 @@ def plan_run(config: Config, say: Say, num_ranks: int = 1) -> Planned:
     best = expecting.best(given)
     if config.engine.layers_per_block is None and config.engine.schedule == "vertical":
         subject, machine, best = _with_larger_blocks(subject, machine, best, drives)
+    machine, best = _with_graphs(subject, machine, best, drives)
     chosen, choice, expecting = best
     say("looking at larger steps")
     compact: Iterator[Option] = iter(())
@@ -161,10 +168,22 @@ class _Subject:
     def footprint(self) -> Footprint:
         return footprint_of(self.config, self.outline(), self.ram, self.stored)
 
-    def measure(self, drives: Bandwidth) -> Machine:
+    def measure(self, drives: Bandwidth, *, graphs: bool = False) -> Machine:
         outlined, plan = self.outline(), self.footprint().plan
-        options: Any = {"device": self.device, "ram": self.ram, "say": self.say}
+        options: Any = {"device": self.device, "ram": self.ram, "say": self.say, "graphs": graphs}
         return measure(self.config, self.model, self.model_config, outlined, plan, drives, **options)
+
+    def measured(self, drives: Bandwidth, what: str, *, graphs: bool = False) -> Machine | None:
+        """None where RAM or the device has no room for `what`, which is said."""
+        try:
+            return self.measure(drives, graphs=graphs)
+        except (OpError, torch.OutOfMemoryError) as error:
+            if not any(name in f"{type(error).__name__} {error}" for name in NO_MEMORY):
+                raise
+            self.say(f"the device has no room for {what}")
+        except PlanError:  # RAM has none for what is configured, only for what was hoped for
+            pass
+        return None
 
     def expecting(self, machine: Machine) -> _Expecting:
         share = machine.of_one_of(self.share.num_ranks)
@@ -202,19 +221,35 @@ def _with_larger_blocks(
     for hoped_s, count, other in sorted(hopes, key=lambda hope: hope[:2]):
         if hoped_s > enough_s:
             break
-        try:
-            tried = other.measure(drives)
-        except (OpError, torch.OutOfMemoryError) as error:
-            if not any(name in f"{type(error).__name__} {error}" for name in NO_MEMORY):
-                raise
-            subject.say(f"the device has no room for blocks of {count} layers")
-            continue
-        except PlanError:  # RAM has none for what is configured, only for what was hoped for
-            continue
-        found = other.best(tried)
-        if found is not None and found[0].typical_s <= enough_s:
+        tried = other.measured(drives, f"blocks of {count} layers")
+        found = other.best(tried) if tried else None
+        if tried and found and found[0].typical_s <= enough_s:
             return other, tried, found
     return subject, machine, best
+
+
+def _with_graphs(subject: _Subject, machine: Machine, best: Best, drives: Bandwidth) -> tuple[Machine, Best]:
+    """With the graphs of as many layers kept on the device as make the step shorter, if it has room for them: nothing
+    of these layers is computed twice. How large they are, and what they save, is measured before it counts."""
+    option, choice, expecting = best
+    engine, room = subject.config.engine, machine.room_bytes
+    if room is None or engine.schedule != "vertical" or engine.placement.graphs_device:
+        return machine, best
+    enough_s = option.typical_s * (1 - WORTH_IT)
+    least_bytes = LEAST_GRAPH * expecting.activation_bytes
+    hoped = replace(machine, graph_bytes=(least_bytes,) * len(machine.times))
+    hoping = expecting.on(hoped.of_one_of(subject.share.num_ranks))
+    if all(other.typical_s > enough_s for other, _ in hoping.with_graphs(choice)):
+        return machine, best
+    weighed = subject.measured(drives, "graphs of layers", graphs=True)
+    if weighed is None or weighed.graph_bytes is None:
+        return machine, best
+    machine = machine.with_graphs_of(weighed)
+    expecting = expecting.on(machine.of_one_of(subject.share.num_ranks))
+    found = min(expecting.with_graphs(choice), key=lambda each: each[0].typical_s, default=None)
+    if found is None or found[0].typical_s > enough_s:
+        return machine, best
+    return machine, (*expecting.fastest(*found), expecting)
 
 
 class _Expecting:
@@ -246,28 +281,57 @@ class _Expecting:
                 pass  # no RAM for it
         return min(found, key=lambda each: each[0].typical_s)
 
-    def fastest(self, given: Option) -> tuple[Option, Choice]:
-        """By alpha and slots alone."""
+    def on(self, machine: Machine) -> _Expecting:
+        """The same configuration on another machine."""
+        return _Expecting(self._config, machine, self._outlined, self._ram, self._stored)
+
+    @property
+    def activation_bytes(self) -> int:
+        return self._outlined.activation_bytes
+
+    def fastest(self, given: Option, start: Choice | None = None) -> tuple[Option, Choice]:
+        """By alpha and slots alone, from what was chosen before or what is configured."""
         plan, alpha = given.footprint.plan, self._config.engine.alpha
-        start = Choice(alpha, plan.slots.updates, plan.slots.staging)
-        found = {} if self._machine.room_bytes else {start: given}
+        found = {} if self._machine.room_bytes and start is None else {start: given}
+        start = start or Choice(alpha, plan.slots.updates, plan.slots.staging)
 
         def step_s(choice: Choice) -> float:
             if choice not in found:
                 try:
-                    found[choice] = self.option_with(choice, self._config.training.gradient_accumulation_steps)
+                    option = self.option_with(choice, self._config.training.gradient_accumulation_steps)
                 except PlanError:
                     return math.inf
+                if choice.graphs and not self._machine.has_room_for(option.footprint.device_bytes):
+                    return math.inf
+                found[choice] = option
             return found[choice].typical_s
 
         waits = plan.clipping and not plan.may_be_tentative  # then every update is late, whatever alpha says
         choice = solve(step_s, start, least_s=given.forecast.least_s["compute"], vary_alpha=not waits)
         return found[choice], choice
 
+    def with_graphs(self, choice: Choice) -> Iterator[tuple[Option, Choice]]:
+        """The choice with graphs of more and more layers on the device, as far as it has room."""
+        count, machine = self._config.training.gradient_accumulation_steps, self._machine
+        assert machine.room_bytes is not None and machine.graph_bytes is not None
+        layers = machine.graph_bytes[1:-1]
+        totals = list(accumulate(nbytes * count for nbytes in reversed(layers)))
+        most = sum(total <= machine.room_bytes for total in totals)
+        for part in sorted({math.ceil(most * part / GRAPH_SHARES) for part in range(1, GRAPH_SHARES + 1)} - {0}):
+            trying = replace(choice, graphs=part)
+            try:
+                option = self.option_with(trying, count)
+            except PlanError:
+                return
+            if not machine.has_room_for(option.footprint.device_bytes):
+                return
+            yield option, trying
+
     def larger(self, option: Option, choice: Choice) -> Iterator[Option]:
         for _ in range(MOST_DOUBLINGS):
             if Planned.is_saturated(option):
                 return
+            choice = replace(choice, graphs=choice.graphs // 2)  # each takes twice the room
             try:
                 option = self.option_with(choice, 2 * option.config.training.gradient_accumulation_steps)
             except PlanError:
@@ -291,20 +355,28 @@ class _Expecting:
 
     def option_with(self, choice: Choice, num_micro_batches: int) -> Option:
         training, engine = self._config.training, self._config.engine
-        slots = replace(engine.slots, updates=choice.updates, staging=choice.staging)
+        slots, placement = replace(engine.slots, updates=choice.updates, staging=choice.staging), engine.placement
+        if choice.graphs:
+            placement = replace(placement, graphs_device=choice.graphs / (len(self._machine.times) - 2))
         config = replace(
             self._config,
             training=replace(training, gradient_accumulation_steps=num_micro_batches),
-            engine=replace(engine, alpha=choice.alpha, slots=slots),
+            engine=replace(engine, alpha=choice.alpha, slots=slots, placement=placement),
         )
         return self._option(config, more_slots=False, fill_device=True)
 
     def _option(self, config: Config, *, more_slots: bool, fill_device: bool) -> Option:
         machine = self._machine
         room = machine.room_bytes if config.engine.schedule == "vertical" else None
-        if fill_device and room is not None and not config.engine.placement.graphs_device:  # whose size is not known
-            config = replace(config, engine=replace(config.engine, vram=self._spare(config, room)))
+        graph_bytes = self._graph_bytes(config)
+        if fill_device and room is not None and graph_bytes is not None:
+            config = replace(config, engine=replace(config.engine, vram=self._spare(config, room - graph_bytes)))
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
+        if graph_bytes:
+            homes = dict(footprint.homes)
+            buffers = homes.pop("buffers")
+            homes |= {"graphs": {Home.DEVICE: graph_bytes}, "buffers": buffers}
+            footprint = replace(footprint, homes=homes)
         plan = footprint.plan
         costs = Costs(plan, machine.rates, machine.times, activation_bytes=self._outlined.activation_bytes)
         count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
@@ -320,6 +392,18 @@ class _Expecting:
         )
         clipped = forecast(plan, costs, count, clipped=True) if plan.may_be_tentative else None
         return Option(replace(config, engine=engine), footprint, forecast(plan, costs, count, kind=kind), clipped)
+
+    def _graph_bytes(self, config: Config) -> int | None:
+        """Of the layers whose graph is kept; None where it is not known how large these are."""
+        share, sizes = config.engine.placement.graphs_device, self._machine.graph_bytes
+        if not share:
+            return 0
+        if sizes is None:
+            return None
+        blocks = [block.shape for block in self._outlined.blocks]
+        return sum(sizes[number] for number in last_layers(blocks, share)) * (
+            config.training.gradient_accumulation_steps
+        )
 
     def _spare(self, config: Config, room: int) -> Size:
         """What is left of the device's room beside buffers and what was put there by hand."""

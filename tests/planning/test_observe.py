@@ -36,6 +36,9 @@ def test_a_simulated_machine_is_found_again_in_its_trace(clipping: bool, graphs:
         assert found.rates.cpu_bytes_per_s == pytest.approx(BYTES_PER_UPDATE * RATES.cpu_params_per_s)
     for seen, true in zip(found.times[:-1], TIMES[:-1], strict=True):
         assert (seen.forward_s, seen.backward_s) == pytest.approx((true.forward_s, true.backward_s))
+    for seen, true in zip(found.times[1:-1], TIMES[1:-1], strict=True):
+        kept_s = pytest.approx(true.backward_s - true.forward_s) if graphs else None
+        assert seen.kept_backward_s == kept_s
     assert found.times[-1] == BlockTimes(pytest.approx(0.003), pytest.approx(0.009))  # type: ignore[arg-type]
 
 

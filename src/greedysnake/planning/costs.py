@@ -36,6 +36,12 @@ class BlockTimes:
     forward_s: float
     backward_s: float
     """With the forward computed again, or in the last block, which has no other, for the first time."""
+    kept_backward_s: float | None = None
+    """Where the graph was kept; None is not known, and taken to be the forward less."""
+
+    def times(self, factor: float) -> BlockTimes:
+        kept_s = None if self.kept_backward_s is None else self.kept_backward_s * factor
+        return BlockTimes(self.forward_s * factor, self.backward_s * factor, kept_s)
 
 
 class Costs:
@@ -69,7 +75,9 @@ class Costs:
         times = self._times[op.block]
         if op.kind is not Kind.BACKWARD:
             return times.forward_s
-        return times.backward_s - (times.forward_s if self._keeps_graph[op.block] else 0.0)
+        if not self._keeps_graph[op.block]:
+            return times.backward_s
+        return times.backward_s - times.forward_s if times.kept_backward_s is None else times.kept_backward_s
 
     def _cpu_s(self, op: Op) -> float:
         if op.kind is Kind.VERDICT:

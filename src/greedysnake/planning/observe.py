@@ -57,7 +57,7 @@ def _times(records: Sequence[Record], plan: Plan, block: int) -> BlockTimes:
 
     forward_s, backward_s = typical_s(Kind.FORWARD), typical_s(Kind.BACKWARD)
     if plan.keeps_graph(block):
-        backward_s += forward_s  # what it would be had the graph not been kept
+        return BlockTimes(forward_s, backward_s + forward_s, backward_s)  # what it would be had it not been kept
     if block == plan.num_compute - 1:
         forward_s = typical_s(Kind.EVALUATE) or backward_s / 3  # a backward is two products for each of the forward
     return BlockTimes(forward_s, backward_s)

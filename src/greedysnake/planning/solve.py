@@ -24,6 +24,8 @@ class Choice:
     """Slots.updates"""
     staging: int
     """Slots.staging"""
+    graphs: int = 0
+    """Layers, from the last one down, whose graph stays on the device. Not looked for here."""
 
 
 Seconds = Callable[[Choice], float]

@@ -176,7 +176,7 @@ def _changes(given: Option, chosen: Option) -> Iterator[str]:
         yield f"engine.layers_per_block {after.layers_per_block} instead of {before.layers_per_block}"
     if chosen.footprint.plan.may_be_tentative and not given.footprint.plan.may_be_tentative:
         yield "engine.optimistic true"
-    for name in ("activations_device", "weights_device"):
+    for name in ("activations_device", "weights_device", "graphs_device"):
         had, has = getattr(before.placement, name), getattr(after.placement, name)
         if had != has:
             yield f"engine.placement.{name} {has:.3g} instead of {had:.3g}"

@@ -36,6 +36,7 @@ class Compute:
         seed: int,
         vertical: bool,
         compile: bool,
+        weigh_graphs: bool = False,
     ) -> None:
         self._blocks = blocks
         self._buffers = buffers
@@ -54,6 +55,9 @@ class Compute:
             if compile and 0 < number < last
         }
         self._randomness = Randomness([block.module for block in blocks], device, seed)
+        self._weigh = weigh_graphs and device.type == "cuda"
+        self.graph_bytes: dict[int, int] = {}
+        """Of blocks whose graph is kept: what the device held for the last micro-batch, if graphs are weighed."""
         self._bound: dict[int, int] = {}
         self._unwatched = set(range(len(modules)))
         """Blocks whose first forward in training is still to come."""
@@ -117,11 +121,14 @@ class Compute:
         source = self._input(op, context) if op.block else None
         if plan.keeps_graph(op.block) and context.training:
             assert source is not None
+            before = torch.cuda.memory_allocated(source.device) if self._weigh else 0
             # A copy: the slot is used again before the backward.
             source = source.clone().requires_grad_(op.block > plan.lowest)
             with torch.enable_grad():
                 hidden, side = self._call(op, context, source)
             context.graphs[op.block, op.index] = ((hidden, side), source)
+            if self._weigh:
+                self.graph_bytes[op.block] = torch.cuda.memory_allocated(source.device) - before
         else:
             with torch.no_grad():
                 hidden, side = self._call(op, context, source)

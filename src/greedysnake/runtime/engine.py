@@ -188,7 +188,13 @@ class Engine:
                 model, self._blocks, self._state, self._ranks, dtype=self._dtype, device=self.device, resume=resume
             )
             self._compute = Compute(
-                self._blocks, self._buffers, device=self.device, seed=seed, vertical=self._vertical, compile=compile
+                self._blocks,
+                self._buffers,
+                device=self.device,
+                seed=seed,
+                vertical=self._vertical,
+                compile=compile,
+                weigh_graphs=trace,
             )
             self._updates = Updates(
                 self._blocks, self._buffers, self._pool, optimizer, self._ranks, max_grad_norm=max_grad_norm
@@ -254,6 +260,12 @@ class Engine:
     def metadata(self) -> Mapping[str, object]:
         """What `save` was given at the last checkpoint, as JSON gives it back; empty before the first."""
         return self._metadata
+
+    @property
+    def graph_bytes(self) -> Mapping[int, int]:
+        """By block: what the device held of its graph for one micro-batch, where graphs are kept (`graphs_device`).
+        With trace=True on a GPU, else empty."""
+        return self._compute.graph_bytes
 
     @property
     def plan(self) -> Plan:
