@@ -82,6 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--clip", type=norm, default=None, help="max_grad_norm")
     parser.add_argument("--optimistic", action="store_true", help="with --clip: updates before the norm is known")
     parser.add_argument("--moments", default="float32", choices=tuple(MOMENTS), help="how greedysnake stores them")
+    parser.add_argument("--no-compress-moments", action="store_true", help="they cross the drives as they are")
     parser.add_argument("--schedule", default="vertical", choices=("vertical", "horizontal"))
     parser.add_argument("--placement", nargs="*", default=[], metavar="NAME=SHARE", help="fields of gs.Placement")
     parser.add_argument("--slots", nargs="*", default=[], metavar="NAME=COUNT", help="fields of gs.Slots")

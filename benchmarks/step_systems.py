@@ -160,6 +160,7 @@ def run_greedysnake(options: argparse.Namespace) -> dict[str, Any]:
         alpha=options.alpha,
         max_grad_norm=options.clip,
         optimistic=options.optimistic,
+        compress_moments=not options.no_compress_moments,
         schedule=options.schedule,
         placement=gs.Placement(**placement_values(options)),
         slots=gs.Slots(**slot_values(options)),

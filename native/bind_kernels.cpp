@@ -143,6 +143,32 @@ void sum_of_squares(ThreadPool& pool, uintptr_t address, const std::string& dtyp
                       [&](size_t begin, size_t end) { kernel(values, count, partials, granule, begin, end); });
 }
 
+// The words of a range that is compressed or shall be.
+uint8_t* words_pointer(uintptr_t address, size_t num_words, size_t word_bytes) {
+    if (word_bytes != 2 && word_bytes != 4) {
+        throw std::invalid_argument("word_bytes is " + std::to_string(word_bytes) + ": words have 2 or 4 bytes");
+    }
+    if (num_words % kCompressGroup != 0) {
+        throw std::invalid_argument("num_words is " + std::to_string(num_words) +
+                                    ": words are compressed in groups of " + std::to_string(kCompressGroup) +
+                                    ", give a multiple of that");
+    }
+    if (word_bytes == 2) return reinterpret_cast<uint8_t*>(pointer<uint16_t>(address, "the range", num_words));
+    return reinterpret_cast<uint8_t*>(pointer<uint32_t>(address, "the range", num_words));
+}
+
+size_t compress_range(ThreadPool& pool, uintptr_t address, size_t num_words, size_t word_bytes,
+                      const std::string& isa) {
+    uint8_t* range = words_pointer(address, num_words, word_bytes);
+    return compress(pool, kernels_for(isa).compression[word_bytes == 2], range, num_words, word_bytes);
+}
+
+void decompress_range(ThreadPool& pool, uintptr_t address, size_t num_bytes, size_t num_words, size_t word_bytes,
+                      const std::string& isa) {
+    uint8_t* range = words_pointer(address, num_words, word_bytes);
+    decompress(pool, kernels_for(isa).compression[word_bytes == 2], range, num_bytes, num_words, word_bytes);
+}
+
 }  // namespace
 }  // namespace greedysnake
 
@@ -175,6 +201,10 @@ void bind_kernels(nb::module_& m) {
     m.def("add_fp32", &add_fp32, "pool"_a, "dst"_a, "src"_a, "count"_a, "isa"_a = "auto", release());
     m.def("sum_of_squares", &sum_of_squares, "pool"_a, "values"_a, "dtype"_a, "count"_a, "partials"_a,
           "granule"_a = 2048, "isa"_a = "auto", release());
+    m.def("compress", &compress_range, "pool"_a, "address"_a, "num_words"_a, "word_bytes"_a, "isa"_a = "auto",
+          release());
+    m.def("decompress", &decompress_range, "pool"_a, "address"_a, "num_bytes"_a, "num_words"_a, "word_bytes"_a,
+          "isa"_a = "auto", release());
 
     m.def(
         "crc32c",

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels_compress.h"
 #include "kernels_pool.h"
 
 namespace greedysnake {
@@ -104,6 +105,7 @@ struct KernelTable {
     void (*to_bfloat16)(const float*, bf16*, size_t begin, size_t end);
     void (*from_bfloat16)(const bf16*, float*, size_t begin, size_t end);
     void (*add_fp32)(float*, const float*, size_t begin, size_t end);
+    CompressionKernels compression[2];  // indexed by "words have 2 bytes"
 };
 
 extern const KernelTable kScalarKernels;

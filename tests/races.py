@@ -197,7 +197,7 @@ class _Recorder:
         monkeypatch.setattr(runner, "Task", self._link)
         self._before(Hazards, "forget", self._start_anew)
         self._before(Room, "use", lambda *_: self._begin_period())  # memory changes hands, and nothing is under way
-        for name in ("memmove", "adamw", "add_fp32", "sum_of_squares", "crc32c"):
+        for name in ("memmove", "adamw", "add_fp32", "sum_of_squares", "crc32c", "compress", "decompress"):
             self._before(ctypes if name == "memmove" else _native, name, getattr(self, f"_{name}"))
         self._before(IoEngine, "submit", self._submit)
         self._before(Store, "read", partial(self._contents, False))
@@ -304,6 +304,12 @@ class _Recorder:
 
     def _sum_of_squares(self, pool: object, values: int, dtype: str, count: int, *_: int) -> None:
         self.touch(MEMORY, values, count * ITEM_BYTES[dtype])
+
+    def _compress(self, pool: object, address: int, num_words: int, word_bytes: int) -> None:
+        self.touch(MEMORY, address, num_words * word_bytes, writes=True)
+
+    def _decompress(self, pool: object, address: int, nbytes: int, num_words: int, word_bytes: int) -> None:
+        self.touch(MEMORY, address, num_words * word_bytes, writes=True)
 
     def _crc32c(self, address: int, nbytes: int, seed: int = 0) -> None:
         self.touch(MEMORY, address, nbytes)

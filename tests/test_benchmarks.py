@@ -187,6 +187,7 @@ def test_with_alternate_a_timeline_is_that_of_one_step(tmp_path: Path, monkeypat
     monkeypatch.setattr(step_systems.gc, "freeze", lambda: None)
     trace = tmp_path / "trace.json"
     given = ["--alternate", "--drive-seconds", "1", "--trace", str(trace), "--steps", "2", "--storage", str(tmp_path)]
+    given += ["--no-compress-moments"]
     result = step_systems.run_greedysnake(options_of(*given))
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     start_us, end_us = (f(e["ts"] + d * e["dur"] for e in events) for f, d in ((min, 0), (max, 1)))
@@ -201,7 +202,8 @@ def test_with_a_timeline_the_simulator_says_what_such_a_step_should_take(
     """At least what its bytes need at the rate that the drive is held at."""
     monkeypatch.setattr(step_systems.gc, "freeze", lambda: None)
     held = 4e6
-    given = ["--steps", "2", "--storage", str(tmp_path), "--no-bounds", "--io", f"total_bytes_per_s={held}"]
+    given = ["--steps", "2", "--storage", str(tmp_path), "--no-bounds", "--no-compress-moments"]
+    given += ["--io", f"total_bytes_per_s={held}"]
     result = step_systems.run_greedysnake(options_of(*given, "--trace", str(tmp_path / "trace.json")))
     assert result["simulated_s"] >= 24 * step_systems.count_params(options_of()) / held
     assert step_systems.run_greedysnake(options_of(*IN_RAM, "--steps", "2"))["simulated_s"] is None

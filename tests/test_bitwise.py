@@ -41,12 +41,14 @@ def train(directory: Path, **options: object) -> Trained:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None], Trained]:
-    """What the plainest run gives, with and without clipping."""
+    """What the plainest run gives, with and without clipping; the others compress their moments, unless they say so."""
     made: dict[float | None, Trained] = {}
 
     def get(clip: float | None) -> Trained:
         if clip not in made:
-            made[clip] = train(tmp_path_factory.mktemp("expected"), alpha=0.0, max_grad_norm=clip)
+            made[clip] = train(
+                tmp_path_factory.mktemp("expected"), alpha=0.0, compress_moments=False, max_grad_norm=clip
+            )
         return made[clip]
 
     return get
@@ -83,6 +85,12 @@ VARIANTS: dict[str, dict[str, object]] = {
     "many slots": {"slots": gs.Slots(8, 8, 20, 20, 20), "alpha": 0.5},
     "traced": {"trace": True},
     "reads not verified": {"verify_reads": False},
+    "moments not compressed": {"compress_moments": False, "alpha": 0.5},
+    "large chunks": {"chunk_params": 1 << 20, "alpha": 0.5, "num_threads": 2},
+    "everywhere, one slot of each": {
+        "placement": gs.Placement(weights_ram=0.4, optimizer_ram=0.4, weights_device=0.4, gradients_ram=0.5),
+        "slots": gs.Slots(1, 1, 1, 1, 1),
+    },
 }
 
 

@@ -28,7 +28,7 @@ def make_engine(directory: Path, model: dict[str, object] | None = None, **optio
     return gs.Engine(
         parts.sequential(),
         OPTIMIZER,
-        **{"storage": [directory], "ram": "128MiB", "chunk_params": 65536, **options},  # type: ignore[arg-type]
+        **{"storage": [directory], "ram": "128MiB", "chunk_params": 65536, "compress_moments": False, **options},  # type: ignore[arg-type]
     )
 
 
@@ -172,8 +172,8 @@ def count(
         engine.step(batches(num_micro_batches, 0))
         engine.flush()
         before, kernel_before = engine.io_counters, kernel_bytes()
-        for step in range(1, NUM_COUNTED + 1):
-            engine.step(batches(num_micro_batches, step))
+        results = [engine.step(batches(num_micro_batches, step)) for step in range(1, NUM_COUNTED + 1)]
+        told = sum(map(ssd_bytes, results))
         engine.flush()
         after, kernel_after = engine.io_counters, kernel_bytes()
         assert before is not None and after is not None
@@ -182,6 +182,7 @@ def count(
             "write": after.write_bytes - before.write_bytes,
             "kernel_read": kernel_after["read_bytes"] - kernel_before["read_bytes"],
             "kernel_write": kernel_after["write_bytes"] - kernel_before["write_bytes"],
+            "told": told,
             "params": sum(padded(engine).values()),
             "kept": total_params([block for block in engine.plan.blocks if block.pool == "kept"]),
         }
@@ -217,6 +218,28 @@ def test_counters_agree_with_the_kernels(
     # The interpreter reads a file of its own now and then.
     assert found["write"] <= found["kernel_write"] <= found["write"] * 1.01
     assert found["read"] <= found["kernel_read"] <= found["read"] * 1.01
+
+
+@pytest.mark.parametrize("options", [{"alpha": 0.25}, {"max_grad_norm": 0.5}, {"dtype": "float32"}])
+def test_compressed_moments_are_fewer_bytes_for_the_kernel_too(options: dict[str, object], tmp_path: Path) -> None:
+    if not _takes_direct(tmp_path):
+        pytest.skip(f"{tmp_path} refuses O_DIRECT (tmpfs, overlay): the kernel counts page cache traffic there")
+    found, plain = (
+        child.call(
+            "test_bytes", "count", str(tmp_path / name), 2, "auto", 0.0, {"compress_moments": compresses, **options}
+        )
+        for name, compresses in (("compressed", True), ("plain", False))
+    )
+    # Of 8 bytes of moments at least a tenth.
+    assert 0.1 * 8 <= (plain["kernel_write"] - found["kernel_write"]) / (NUM_COUNTED * found["params"]) <= 0.3 * 8
+    assert 0.1 * 8 <= (plain["kernel_read"] - found["kernel_read"]) / (NUM_COUNTED * found["params"]) <= 0.3 * 8
+    for counted in (found, plain):
+        assert counted["read"] <= counted["kernel_read"] <= counted["read"] * 1.01
+        assert counted["write"] <= counted["kernel_write"] <= counted["write"] * 1.01
+    # What results say is short of what the flush wrote, alike in both.
+    assert found["told"] / (found["read"] + found["write"]) == pytest.approx(
+        plain["told"] / (plain["read"] + plain["write"]), rel=0.03
+    )
 
 
 def _takes_direct(directory: Path) -> bool:

@@ -87,6 +87,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "one slot of each": {"slots": gs.Slots(1, 1, 1, 1, 1)},
     "many slots": {"slots": gs.Slots(8, 8, 20, 20, 20)},
     "no checkpoints": {"checkpoints": False},
+    "moments not compressed": {"compress_moments": False},
     "float32": {"dtype": "float32"},
 }
 
@@ -220,7 +221,13 @@ def test_an_interrupted_step_leaves_the_checkpoint(
 def test_a_step_that_is_not_clipped_moves_as_much_as_one_without_clipping(tmp_path: Path) -> None:
     def last(directory: Path, **options: object) -> gs.StepResult:
         found = train_engine(
-            model(), lambda step: batches(0), 6, storage=[directory], chunk_params=4096, alpha=0.25, **options
+            model(),
+            lambda step: batches(0),
+            6,
+            storage=[directory],
+            chunk_params=4096,
+            compress_moments=False,
+            **options,
         )
         return found.results[-1]
 

@@ -162,7 +162,7 @@ class TestPlan:
     ) -> None:
         drive = Drive("", exists=True, device_number=1, bandwidth=Bandwidth(5e6, 5e6, 5e6))
         monkeypatch.setattr(measuring, "look_at_drive", lambda path: drive)
-        planned = plan(values_in(tmp_path))
+        planned = plan(with_engine(values_in(tmp_path), compress_moments=False))
         assert planned.chosen.config.training.adam_moments == "float32"
         kinds = [option.config.training.adam_moments for option in planned.compact]
         assert kinds == ["bfloat16", "int8"]

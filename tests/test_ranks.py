@@ -139,7 +139,14 @@ def train_alike(directory: str) -> list[tuple[int, int]]:
     for case, options in ALIKE.items():
         placement = gs.Placement(**options.get("placement", {}))  # type: ignore[arg-type]
         slots = gs.Slots(**options.get("slots", {}))  # type: ignore[arg-type]
-        given = {"chunk_params": 2048, **options, "placement": placement, "slots": slots}
+        compresses = case != "early"  # whose bytes are counted
+        given = {
+            "chunk_params": 4096,
+            "compress_moments": compresses,
+            **options,
+            "placement": placement,
+            "slots": slots,
+        }
         storage = [f"{directory}/{case}"]
         with gs.Engine(make_parts(tied=True).sequential(), OPTIMIZER, storage=storage, ram="64MiB", **given) as engine:  # type: ignore[arg-type]
             results = [engine.step(own_batches(step)) for step in range(NUM_STEPS)]

@@ -82,6 +82,23 @@ def sum_of_squares(
     non-finite partial.
     """
 
+def compress(pool: ThreadPool, address: int, num_words: int, word_bytes: int, isa: str = "auto") -> int:
+    """Compress words of 2 or 4 bytes in place, losing no bit; return how many bytes from `address` now hold them.
+
+    That is a multiple of 4096. When it would not be less than before, the range stays as it is, and the number
+    returned is its size. num_words is a multiple of 64. The bytes are the same whatever the instruction set and the
+    number of threads; `native/kernels_compress.h` says what they mean.
+    """
+
+def decompress(
+    pool: ThreadPool, address: int, num_bytes: int, num_words: int, word_bytes: int, isa: str = "auto"
+) -> None:
+    """The inverse of compress, in place; num_bytes is what it returned, if that was less than the range has.
+
+    ValueError when these bytes are not compressed words. The range may then be scrambled, but nothing outside was
+    read or written.
+    """
+
 def crc32c(address: int, nbytes: int, seed: int = 0) -> int:
     """CRC32C; seed with the CRC of the bytes before to continue it."""
 

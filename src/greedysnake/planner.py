@@ -35,7 +35,7 @@ from greedysnake.runtime.filling import homes_bytes
 from greedysnake.runtime.footprint import Footprint, missing_room
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.settings import Size
-from greedysnake.shapes import MomentsName, Share
+from greedysnake.shapes import WORD_BYTES, MomentsName, Share
 
 SATURATED = 0.97
 """Of a step, computing: more micro-batches would gain no more than the rest."""
@@ -378,7 +378,8 @@ class _Expecting:
             homes |= {"graphs": {Home.DEVICE: graph_bytes}, "buffers": buffers}
             footprint = replace(footprint, homes=homes)
         plan = footprint.plan
-        costs = Costs(plan, machine.rates, machine.times, activation_bytes=self._outlined.activation_bytes)
+        rates = machine.rates if config.training.adam_moments in WORD_BYTES else replace(machine.rates, state_share=1.0)
+        costs = Costs(plan, rates, machine.times, activation_bytes=self._outlined.activation_bytes)
         count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
         engine = replace(
             config.engine,

@@ -192,6 +192,7 @@ def open_engine(
         optimistic=plan is not None and plan.may_be_tentative and not is_trial,
         checkpoints=not is_trial,
         verify_reads=options.verify_reads,
+        compress_moments=options.compress_moments,
         num_threads=options.num_threads,
         compile=why_not_compiled(config, device) is None,
         trace=is_trial,

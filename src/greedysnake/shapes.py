@@ -43,6 +43,8 @@ MOMENTS: dict[str, tuple[Vector, ...]] = {
     "int8": (*_moments(1), Vector("exp_avg_scale", 4, MOMENT_GROUP), Vector("exp_avg_sq_scale", 4, MOMENT_GROUP)),
 }
 """How the moments of AdamW may be stored, and what is stored of them."""
+WORD_BYTES = {"float32": 4, "bfloat16": 2}
+"""Those of which one may be compressed: numbers with an exponent of their own, and how long they are."""
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ import numpy as np
 
 from greedysnake.errors import GreedySnakeError
 from greedysnake.runtime.io import IoEngine
+from greedysnake.runtime.layout import Words
 from greedysnake.runtime.store import ExtentSpec, Store
 
 EXTENTS = [
     ExtentSpec((4096, 8192, 4096)),
-    ExtentSpec((65536,)),
-    ExtentSpec((4096, 131072)),
-    ExtentSpec((8192,) * 4),
+    ExtentSpec((65536,), words=Words(0, 8192, 2)),
+    ExtentSpec((4096, 131072), words=Words(1, 0, 4)),
+    ExtentSpec((8192, 65536, 8192, 8192), words=Words(1, 16384, 4)),
 ]
 
 
@@ -33,12 +34,18 @@ class Buffer:
 
 
 def contents(extent: int, part: int, version: int, nbytes: int) -> np.ndarray:
+    """Numbers that can be compressed where a part is large enough for that, but for every fifth version."""
     seed = np.random.SeedSequence((extent, part, version))
-    return np.frombuffer(np.random.Generator(np.random.PCG64(seed)).bytes(nbytes), dtype=np.uint8)
+    generator = np.random.Generator(np.random.PCG64(seed))
+    if nbytes < 32768 or version % 5 == 4:
+        return np.frombuffer(generator.bytes(nbytes), dtype=np.uint8)
+    values = generator.normal(size=nbytes // 4).astype(np.float32)
+    upper = values.view(np.uint16)[1::2]
+    return np.tile(upper, 2).view(np.uint8) if extent == 1 else values.view(np.uint8)
 
 
 def open_store(path: Path, io: IoEngine, **options: object) -> Store:
-    return Store([path], EXTENTS, io=io, fingerprint="writer", **options)  # type: ignore[arg-type]
+    return Store([path], EXTENTS, io=io, fingerprint="writer", **{"compress": True, **options})  # type: ignore[arg-type]
 
 
 def is_written(extent: int, part: int, step: int) -> bool:
@@ -88,7 +95,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with (
         IoEngine(arguments.backend) as io,
-        Store(arguments.directories, EXTENTS, io=io, fingerprint="writer", resume=arguments.resume) as store,
+        Store(
+            arguments.directories, EXTENTS, io=io, fingerprint="writer", compress=True, resume=arguments.resume
+        ) as store,
     ):
         first = (store.step or 0) + 1
         print("open", flush=True)

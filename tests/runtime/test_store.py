@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,15 @@ from store_writer import Buffer, check_step, contents, open_store, write_step
 import greedysnake.runtime.io as io_module
 from greedysnake.errors import ConfigError, StorageError
 from greedysnake.runtime.io import IoEngine, io_uring_available
-from greedysnake.runtime.layout import Layout
-from greedysnake.runtime.store import ExtentSpec, Store
+from greedysnake.runtime.layout import Layout, Words
+from greedysnake.runtime.store import ExtentSpec, Store, StoreTicket
 
 BACKENDS = ["threads", *(["io_uring"] if io_uring_available()[0] else [])]
-SPECS = [ExtentSpec((4096, 8192, 4096)), ExtentSpec((8192,)), ExtentSpec((4096, 4096))]
+SPECS = [
+    ExtentSpec((4096, 36864, 4096), words=Words(1, 4096, 4)),
+    ExtentSpec((8192,)),
+    ExtentSpec((4096, 32768), words=Words(1, 0, 4)),
+]
 PAGE = 4096
 
 
@@ -51,7 +56,8 @@ Model = dict[tuple[int, int], int]
 class Run:
     """A store and a model of it, driven by the same operations."""
 
-    def __init__(self, root: Path, io: IoEngine, num_directories: int, single_slot: bool) -> None:
+    def __init__(self, root: Path, io: IoEngine, num_directories: int, single_slot: bool, compress: bool) -> None:
+        self.compress = compress
         self.options = dict(io=io, fingerprint="model", single_slot=single_slot)
         self.directories = [root / str(index) for index in range(num_directories)]
         self.single_slot = single_slot
@@ -62,7 +68,10 @@ class Run:
         self.store = self.open(resume=False)
 
     def open(self, *, resume: bool) -> Store:
-        return Store(self.directories, SPECS, resume=resume, **self.options)  # type: ignore[arg-type]
+        self.compress = (
+            not self.compress
+        )  # what was compressed is read by stores that compress nothing, and the other way round
+        return Store(self.directories, SPECS, resume=resume, compress=self.compress, **self.options)  # type: ignore[arg-type]
 
     def write(self, extent: int, start: int, length: int, version: int) -> None:
         parts = range(len(SPECS[extent].parts))[start : start + length]
@@ -132,6 +141,7 @@ OPERATIONS = st.one_of(
     backend=st.sampled_from(BACKENDS),
     num_directories=st.integers(1, 3),
     single_slot=st.booleans(),
+    compress=st.booleans(),
 )
 def test_store_agrees_with_a_model_over_writes_checkpoints_and_crashes(
     engines: dict[str, IoEngine],
@@ -139,9 +149,10 @@ def test_store_agrees_with_a_model_over_writes_checkpoints_and_crashes(
     backend: str,
     num_directories: int,
     single_slot: bool,
+    compress: bool,
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
-        run = Run(Path(root), engines[backend], num_directories, single_slot)
+        run = Run(Path(root), engines[backend], num_directories, single_slot, compress)
         try:
             for name, *values in operations:
                 getattr(run, name)(*values)
@@ -186,6 +197,71 @@ def test_parts_in_one_slot_are_one_request(tmp_path: Path, io: IoEngine) -> None
         before = requests()
         store.wait(store.read(0, buffer.address))
         assert requests() - before == 3, "0-1 pinned, 2-3 new, 4-5 pinned"
+
+
+@pytest.mark.parametrize("verify_reads", [True, False])
+def test_compressed_words_cross_the_drive_in_fewer_bytes_and_come_back_to_the_bit(
+    verify_reads: bool, tmp_path: Path, io: IoEngine
+) -> None:
+    spec = ExtentSpec((4096, 69632, 4096), words=Words(1, 4096, 4))
+    values = np.random.default_rng(0).normal(size=16384).astype(np.float32)
+    whole = np.concatenate([np.full(8192, 7, np.uint8), values.view(np.uint8), np.full(4096, 9, np.uint8)])
+    buffer = Buffer(spec.num_bytes)
+    options = {"io": io, "fingerprint": "x", "verify_reads": verify_reads}
+
+    def moved(run: Callable[[], StoreTicket]) -> tuple[StoreTicket, int]:
+        before = io.counters()
+        ticket = run()
+        store.wait(ticket)
+        after = io.counters()
+        return ticket, after.read_bytes + after.write_bytes - before.read_bytes - before.write_bytes
+
+    with Store([tmp_path], [spec], compress=True, **options) as store:  # type: ignore[arg-type]
+        buffer.array[:] = whole
+        ticket, written = moved(lambda: store.write(0, buffer.address))
+        assert written == ticket.nbytes < 0.9 * spec.num_bytes
+        assert len(ticket.pieces) == 2, "there is a gap behind what was compressed"
+        buffer.array[:] = 1
+        assert moved(lambda: store.read(0, buffer.address))[1] == written
+        assert np.array_equal(buffer.array, whole)
+        assert store.disk_bytes == 2 * spec.num_bytes, "whatever comes has room"
+        store.publish(1, {})
+    for compress in (False, True):
+        with Store([tmp_path], [spec], compress=compress, resume=True, **options) as store:  # type: ignore[arg-type]
+            buffer.array[:] = 2
+            assert moved(lambda: store.read(0, buffer.address, slice(1, 3)))[1] == written - 4096
+            assert np.array_equal(buffer.array[: 69632 + 4096], whole[4096:])
+            buffer.array[:] = whole
+            ticket, nbytes = moved(lambda: store.write(0, buffer.address))
+            assert nbytes == (written if compress else spec.num_bytes)
+
+
+def test_a_manifest_with_compressed_parts_is_of_its_own_version(tmp_path: Path, io: IoEngine) -> None:
+    """Programs that know no compressed parts must not take what is stored of one for all of it."""
+    spec, buffer = ExtentSpec((65536,), words=Words(0, 0, 4)), Buffer(65536)
+    path = tmp_path / "greedysnake.manifest"
+    rng = np.random.default_rng(0)
+    with Store([tmp_path], [spec], io=io, fingerprint="x", compress=True) as store:
+        for step, (values, version) in enumerate([(rng.bytes(65536), 1), (bytes(65536), 2), (rng.bytes(65536), 1)]):
+            buffer.array[:] = np.frombuffer(values, np.uint8)
+            store.wait(store.write(0, buffer.address))
+            store.publish(step, {})
+            fields = json.loads(path.read_text().splitlines()[0])
+            assert fields["version"] == version
+            assert len(fields["parts"][0][0]) == 1 + version
+
+
+def test_what_cannot_be_decompressed_is_said(tmp_path: Path, io: IoEngine) -> None:
+    spec, buffer = ExtentSpec((65536,), words=Words(0, 0, 4)), Buffer(65536)
+    with Store([tmp_path], [spec], io=io, fingerprint="x", compress=True, verify_reads=False) as store:
+        buffer.array[:] = np.random.default_rng(0).normal(size=16384).astype(np.float32).view(np.uint8)
+        store.wait(store.write(0, buffer.address))
+        data = tmp_path / "greedysnake.extents"
+        data.write_bytes(b"\xff" * data.stat().st_size)
+        with pytest.raises(
+            StorageError, match=r"part 0 of extent 0 \(offset 0\) cannot be decompressed: .*check the drive"
+        ):
+            store.wait(store.read(0, buffer.address))
 
 
 def test_threads_may_work_on_different_extents(tmp_path: Path, io: IoEngine) -> None:

@@ -194,7 +194,7 @@ def test_overwrite_discards_the_checkpoint(tmp_path: Path, io: IoEngine) -> None
         ({"extents": store_writer.EXTENTS[:-1]}, "the checkpoint has 4 extents, this run has 3"),
         (
             {"extents": [*store_writer.EXTENTS[:-1], ExtentSpec((4096,))]},
-            r"extent 3 has parts of \[8192, 8192, 8192, 8192\] bytes in the checkpoint, \[4096\] in this run",
+            r"extent 3 has parts of \[8192, 65536, 8192, 8192\] bytes in the checkpoint, \[4096\] in this run",
         ),
         ({"single_slot": True}, "the checkpoint has single_slot=False, this run single_slot=True"),
     ],

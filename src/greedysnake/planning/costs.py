@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from greedysnake.ops import LANES, Kind, Lane, Op, Plan
+from greedysnake.placement import Home
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Rates:
     """While nothing is read."""
     net_bytes_per_s: float = math.inf
     """Between the devices of several ranks."""
+    state_share: float = 1.0
+    """Of the bytes of optimizer state, how many cross the drives; fewer than all where moments are compressed."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,11 @@ class Costs:
 
     def nbytes(self, op: Op) -> int:
         """Bytes that it moves; an op does not say those of a tensor between blocks."""
-        return self._activation_bytes if op.kind in _OF_TENSORS else op.nbytes
+        if op.kind in _OF_TENSORS:
+            return self._activation_bytes
+        if self.rates.state_share == 1.0 or op.kind not in _OF_STATE:
+            return op.nbytes
+        return op.nbytes - round((1.0 - self.rates.state_share) * state_bytes(op, self._plan))
 
     def _compute_s(self, op: Op) -> float:
         times = self._times[op.block]
@@ -88,4 +95,12 @@ class Costs:
         return num_params * self._plan.precision.gradient_bytes / self.rates.cpu_bytes_per_s
 
 
+def state_bytes(op: Op, plan: Plan) -> int:
+    """Bytes of optimizer state that an op moves over the drives, as they are before they are compressed."""
+    if op.kind not in _OF_STATE or plan.homes[op.block][op.index].state is not Home.SSD:
+        return 0
+    return plan.precision.state_bytes(plan.blocks[op.block].chunks[op.index].num_params)
+
+
+_OF_STATE = frozenset({Kind.LOAD_STATE, Kind.WRITE})
 _OF_TENSORS = frozenset({Kind.PARK, Kind.GET, Kind.SPILL, Kind.RECALL})

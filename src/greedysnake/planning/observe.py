@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from greedysnake.ops import Kind, Plan
-from greedysnake.planning.costs import BlockTimes, Rates
+from greedysnake.planning.costs import BlockTimes, Rates, state_bytes
 from greedysnake.trace import Record, union_s
 
 BYTES_PER_UPDATE = 30
@@ -46,8 +46,17 @@ def observe(records: Sequence[Record], plan: Plan) -> Observed:
         net_bytes_per_s=rate(("net",), _nbytes),
         cpu_params_per_s=updates,
         cpu_bytes_per_s=updates * BYTES_PER_UPDATE if math.isinf(sums) else sums,
+        state_share=_state_share(records, plan),
     )
     return Observed(rates, tuple(_times(records, plan, block) for block in range(plan.num_compute)))
+
+
+def _state_share(records: Sequence[Record], plan: Plan) -> float:
+    """Of the bytes of optimizer state, how many crossed the drives."""
+    whole = {number: state_bytes(record.op, plan) for number, record in enumerate(records)}
+    spared = sum(record.op.nbytes - record.nbytes for number, record in enumerate(records) if whole[number])
+    total = sum(whole.values())
+    return 1.0 - spared / total if total else 1.0
 
 
 def _times(records: Sequence[Record], plan: Plan, block: int) -> BlockTimes:

@@ -8,11 +8,11 @@ there and nobody else touches what it writes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from greedysnake.ops import Kind, Op, Resource
+from greedysnake.ops import Kind, Lane, Op, Resource
 from greedysnake.placement import Home
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.compute import Compute
@@ -42,6 +42,9 @@ class Actions:
         self._ranks = ranks
         self._updates = updates
         self._on_cuda = device.type == "cuda"
+        self._spared_bytes = dict.fromkeys((Lane.LOAD, Lane.WRITE), 0)
+        """Of what ops of a lane said they move, what did not cross the drives; each entry is that lane's thread's."""
+        self._told_bytes = dict(self._spared_bytes)
         self._extent = extent_numbers(buffers.plan.blocks)
         self._run: dict[Kind, Callable[[Op, StepContext], int | Wait]] = {
             Kind.FORWARD: compute.forward,
@@ -72,6 +75,11 @@ class Actions:
     def run(self, op: Op, context: StepContext) -> int | Wait:
         return self._run[op.kind](op, context)
 
+    def take_spared(self) -> Mapping[str, int]:
+        """Bytes that were compressed away since this was asked last, by link."""
+        before, self._told_bytes = self._told_bytes, dict(self._spared_bytes)
+        return {lane.link: count - before[lane] for lane, count in self._told_bytes.items()}
+
     # Tensors between blocks
 
     def move(self, op: Op, context: StepContext) -> int:
@@ -85,13 +93,13 @@ class Actions:
         assert self._store is not None
         number, nbytes = self._scratch(op, context)
         buffer = self._buffers.tensor(op.reads[0], context)
-        return self._storing(self._store.write_scratch(number, buffer.data_ptr(), nbytes), nbytes)
+        return self._storing(self._store.write_scratch(number, buffer.data_ptr(), nbytes))
 
     def recall(self, op: Op, context: StepContext) -> Wait:
         assert self._store is not None
         number, nbytes = self._scratch(op, context)
         buffer = self._buffers.tensor(op.writes[0], context)
-        return self._storing(self._store.read_scratch(number, buffer.data_ptr(), nbytes, urgent=op.urgent), nbytes)
+        return self._storing(self._store.read_scratch(number, buffer.data_ptr(), nbytes, urgent=op.urgent))
 
     def _scratch(self, op: Op, context: StepContext) -> tuple[int, int]:
         _, number = self._buffers.step.home(op.block, op.index, len(context.batches))
@@ -108,7 +116,7 @@ class Actions:
         ticket = self._store.read(
             self._extent[op.block, op.index], address, slice(WEIGHT, WEIGHT + 1), urgent=op.urgent
         )
-        return self._storing(ticket, op.nbytes)
+        return self._storing(ticket)
 
     def upload(self, op: Op, context: StepContext) -> int:
         chunk = self._buffers.chunk(op)
@@ -160,13 +168,13 @@ class Actions:
         assert self._store is not None
         number = self._buffers.step.scratch_of_gradient(op.block, op.index)
         buffer = self._buffers.chunk_gradient(op.reads[0], op)
-        return self._storing(self._store.write_scratch(number, buffer.data_ptr(), op.nbytes), op.nbytes)
+        return self._storing(self._store.write_scratch(number, buffer.data_ptr(), op.nbytes))
 
     def recall_gradient(self, op: Op, context: StepContext) -> Wait:
         assert self._store is not None
         number = self._buffers.step.scratch_of_gradient(op.block, op.index)
         buffer = self._buffers.chunk_gradient(op.writes[0], op)
-        return self._storing(self._store.read_scratch(number, buffer.data_ptr(), op.nbytes), op.nbytes)
+        return self._storing(self._store.read_scratch(number, buffer.data_ptr(), op.nbytes))
 
     def loss(self, op: Op, context: StepContext) -> int:
         return self._updates.take_loss()
@@ -181,7 +189,7 @@ class Actions:
         last = STATE if home.state is Home.SSD else WEIGHT
         address = self._address(op, self._buffers.update_slot(op.writes[0], op), first)
         ticket = self._store.read(self._extent[op.block, op.index], address, slice(first, last + 1))
-        return self._storing(ticket, op.nbytes)
+        return self._storing(ticket, op)
 
     def write(self, op: Op, context: StepContext) -> Wait:
         assert self._store is not None
@@ -191,7 +199,7 @@ class Actions:
         address = self._address(op, self._buffers.update_slot(op.reads[0], op), first)
         extent, run = self._extent[op.block, op.index], slice(first, last + 1)
         ticket = self._store.write(extent, address, run, attempt=context.attempt if op.tentative else None)
-        return self._storing(ticket, op.nbytes)
+        return self._storing(ticket, op)
 
     def _address(self, op: Op, slot: torch.Tensor, part: int) -> int:
         """Where a part of a chunk begins in its update slot."""
@@ -200,13 +208,16 @@ class Actions:
 
     # Both ways of moving
 
-    def _storing(self, ticket: StoreTicket, nbytes: int) -> Wait:
+    def _storing(self, ticket: StoreTicket, state: Op | None = None) -> Wait:
+        """`state` is an op whose bytes may be fewer than it says, because the store compresses them."""
         store = self._store
         assert store is not None
 
         def wait() -> int:
             store.wait(ticket)
-            return nbytes
+            if state is not None:
+                self._spared_bytes[state.lane] += state.nbytes - ticket.nbytes
+            return ticket.nbytes
 
         return wait
 

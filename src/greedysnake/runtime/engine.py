@@ -85,6 +85,7 @@ class Engine:
         overwrite: bool = False,
         single_slot: bool = False,
         optimistic: bool = False,
+        compress_moments: bool = True,
         checkpoints: bool = True,
         verify_reads: bool = True,
         io: IoOptions | None = None,
@@ -99,6 +100,7 @@ class Engine:
         `optimistic` is for clipping: after steps that were not clipped the following ones do their updates in the
         backward, before the norm is known, and once more if it was clipped after all; the more often that happens, the
         less. It takes half as much disk space again.
+        With `compress_moments` moments cross the drives in fewer bytes, bit for bit, for some work of the CPU.
         Without `checkpoints` only what lives on SSD has room there, and `save` is refused. `num_threads` threads
         update chunks on the CPU, pinned to `cpus` if given.
         `chunk_params` parameters make a chunk, the unit of SSD transfer and of optimizer work: by default as many as
@@ -159,6 +161,8 @@ class Engine:
         with torch.inference_mode(False), ExitStack() as undo, self._ranks.together("Engine()"):
             undo.callback(resources.close)
             self._arena = resources.enter_context(Arena(ram, device=self.device))
+            self._pool = start_pool(num_threads or arguments.default_threads(self.device, share.num_here), cpus)
+            resources.callback(self._pool.close)
             self._store: Store | None = None
             self._io: IoEngine | None = None
             if storage:
@@ -175,11 +179,11 @@ class Engine:
                         checkpoints=checkpoints,
                         spare_slot=self._plan.may_be_tentative,
                         verify_reads=verify_reads,
+                        compress=compress_moments,
+                        pool=self._pool,
                         exchange=partial(self._ranks.exchange, "the opening or saving of a checkpoint"),
                     )
                 )
-            self._pool = start_pool(num_threads or arguments.default_threads(self.device, share.num_here), cpus)
-            resources.callback(self._pool.close)
             device_memory = DeviceMemory(self._plan, self._dtype, self.device)
             host = HostMemory(self._arena, self._plan)
             self._buffers = Buffers(self._plan, device_memory, host, self._dtype)
@@ -428,12 +432,14 @@ class Engine:
         self._steps.evaluate(self._step, len(context.batches), self._action(context))
         self._wait()
         self._collect()
+        self._actions.take_spared()
         return math.fsum(self._ranks.exchange("evaluate()", self._updates.own_loss_sum())) / context.num_targets
 
     def _flush(self) -> None:
         self._steps.flush(self._step, self._action(StepContext(self._step, (), 0, 0.0)))
         self._wait()
         self._collect()
+        self._actions.take_spared()  # of what no step counts
 
     def _action(self, context: StepContext) -> Action:
         """What lanes call for an op; as long as one may, the engine is held."""
@@ -478,7 +484,9 @@ class Engine:
         self._collect()
         busy_s = {link: total - before_s.get(link, 0.0) for link, total in self._busy_s.items()}
         loss = context.loss_sum / context.num_targets
-        return make_result(context, moved, busy_s, loss=loss, elapsed_s=elapsed_s, skipped=skipped)
+        return make_result(
+            context, moved, busy_s, self._actions.take_spared(), loss=loss, elapsed_s=elapsed_s, skipped=skipped
+        )
 
     def _collect(self) -> None:
         """Takes over the records of the ops that have ended, and how long each link was busy until now."""

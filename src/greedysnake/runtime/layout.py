@@ -17,6 +17,17 @@ RunLengths = list[tuple[int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
+class Words:
+    """Numbers in a part that may be stored in fewer bytes; they reach to its end."""
+
+    part: int
+    begin: int
+    """Bytes of the part before them."""
+    nbytes: int
+    """Of one of them: 4 or 2."""
+
+
+@dataclass(frozen=True)
 class ExtentSpec:
     """One chunk on SSD: parts that lie together, in this order, each with its own CRC32C."""
 
@@ -24,6 +35,7 @@ class ExtentSpec:
     """Bytes of each part, multiples of 4096."""
     absent: frozenset[int] = frozenset()
     """Parts that are never written: the drive need not have room for them."""
+    words: Words | None = None
 
     def __post_init__(self) -> None:
         if not self.parts:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,11 +18,25 @@ from greedysnake import _native
 from greedysnake.errors import DISCARD, ConfigError, StorageError
 from greedysnake.runtime.layout import ExtentSpec, RunLengths, run_lengths
 
+T = TypeVar("T")
+
 FORMAT = "greedysnake-store"
 VERSION = 1
+COMPRESSED_VERSION = 2
+"""Of a manifest with parts that are stored in fewer bytes than they have, which not every program can read."""
 
-PartRecord = tuple[int, int] | None
-"""(slot, CRC32C) of a part at the checkpoint; None when it was never written."""
+
+class Contents(NamedTuple):
+    """What is stored of a part."""
+
+    crc: int
+    """CRC32C."""
+    nbytes: int
+    """Fewer than the part has if it is compressed."""
+
+
+PartRecord = tuple[int, Contents] | None
+"""Slot and contents of a part at the checkpoint; None when it was never written."""
 
 
 Mark = tuple[int, int, str]
@@ -44,8 +60,11 @@ class Manifest:
     """The same in all manifests of one checkpoint that several stores keep together, and in no other."""
 
     def encode(self) -> bytes:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        line = json.dumps({"format": FORMAT, "version": VERSION, **fields}, separators=(",", ":")).encode()
+        fields: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["parts"] = _plain(self.parts, self.extents)
+        is_compressed = any(part is not None and len(part) > 2 for parts in fields["parts"] for part in parts)
+        version = COMPRESSED_VERSION if is_compressed else VERSION
+        line = json.dumps({"format": FORMAT, "version": version, **fields}, separators=(",", ":")).encode()
         return b"%s\n%08x\n" % (line, crc32c_of(line))
 
     @staticmethod
@@ -59,15 +78,16 @@ class Manifest:
                 path=path,
             )
         fields = json.loads(line)
-        check_version(fields, path)
+        check_version(fields, path, (VERSION, COMPRESSED_VERSION))
+        extents = [(count, tuple(parts)) for count, parts in fields["extents"]]
         return Manifest(
             store=fields["store"],
             step=fields["step"],
             fingerprint=fields["fingerprint"],
             num_members=fields["num_members"],
             num_slots=fields["num_slots"],
-            extents=[(count, tuple(parts)) for count, parts in fields["extents"]],
-            parts=[[part and (part[0], part[1]) for part in parts] for parts in fields["parts"]],
+            extents=extents,
+            parts=_records(fields["parts"], extents),
             metadata=fields["metadata"],
             mark=(fields["step"], *fields.get("mark", (0, 0, ""))[1:]),
         )
@@ -94,12 +114,13 @@ def plain_json(metadata: Mapping[str, object]) -> Mapping[str, object]:
     return plain
 
 
-def check_version(fields: Mapping[str, object], path: str) -> None:
+def check_version(fields: Mapping[str, object], path: str, known: Sequence[int] = (VERSION,)) -> None:
     """Refuse a file of another format or version."""
-    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
+    if fields.get("format") != FORMAT or fields.get("version") not in known:
+        versions = " or ".join(map(str, known))
         raise StorageError(
             f"{path} has format {fields.get('format')!r} version {fields.get('version')!r}, "
-            f"this program reads {FORMAT!r} version {VERSION}: use what wrote it, or another directory",
+            f"this program reads {FORMAT!r} version {versions}: use what wrote it, or another directory",
             path=path,
         )
 
@@ -108,6 +129,31 @@ def crc32c_of(data: bytes) -> int:
     """CRC32C of bytes that Python holds."""
     view = np.frombuffer(data, dtype=np.uint8)
     return _native.crc32c(view.ctypes.data, view.nbytes)
+
+
+def _plain(records: Sequence[Sequence[PartRecord]], extents: RunLengths) -> list[list[list[int] | None]]:
+    """[slot, CRC32C] of each part, and how many bytes are stored where these are fewer than it has."""
+    return [
+        [
+            None if record is None else [record[0], *record[1][: 1 + (record[1].nbytes != size)]]
+            for record, size in found
+        ]
+        for found in _with_sizes(records, extents)
+    ]
+
+
+def _records(plain: Sequence[Sequence[Sequence[int] | None]], extents: RunLengths) -> list[list[PartRecord]]:
+    """The other way round."""
+    return [
+        [(part[0], Contents(part[1], part[2] if len(part) > 2 else size)) if part else None for part, size in found]
+        for found in _with_sizes(plain, extents)
+    ]
+
+
+def _with_sizes(parts: Sequence[Sequence[T]], extents: RunLengths) -> Iterator[Iterator[tuple[T, int]]]:
+    """Each part's value with its size."""
+    sizes = chain.from_iterable(repeat(sizes, count) for count, sizes in extents)
+    return (zip(values, of_extent, strict=True) for values, of_extent in zip(parts, sizes, strict=True))
 
 
 def _layout_difference(had: RunLengths, wanted: RunLengths) -> str:

@@ -22,6 +22,7 @@ class StepResult:
     """Target tokens."""
     elapsed_s: float
     ssd_read_bytes: int
+    """With compress_moments: less what was spared while it ran, though some of its updates go on after it."""
     ssd_write_bytes: int
     h2d_bytes: int
     d2h_bytes: int
@@ -37,18 +38,22 @@ def make_result(
     context: StepContext,
     moved: Iterable[Op],
     busy_s: Mapping[str, float],
+    spared: Mapping[str, int],
     *,
     loss: float,
     elapsed_s: float,
     skipped: bool,
 ) -> StepResult:
-    """`moved` are the ops whose bytes belong to the step, `busy_s` the time that each link was busy in it."""
+    """`moved` are the ops whose bytes belong to the step, `busy_s` the time that each link was busy in it, `spared` the
+    bytes that it did not move after all."""
     nbytes: dict[str, int] = {}
     for lane, count in context.nbytes.items():
         link = Lane(lane).link
         nbytes[link] = nbytes.get(link, 0) + count
     for op in moved:
         nbytes[op.lane.link] = nbytes.get(op.lane.link, 0) + op.nbytes
+    for link, count in spared.items():
+        nbytes[link] = nbytes.get(link, 0) - count
     name, fraction = bound(busy_s, elapsed_s)
     return StepResult(
         loss=loss,

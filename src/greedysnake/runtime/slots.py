@@ -8,12 +8,12 @@ A tentative write goes to a third one, the *spare*: until it is confirmed, the c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from greedysnake.errors import StorageError
 from greedysnake.runtime.layout import ExtentSpec
-from greedysnake.runtime.manifest import PartRecord
+from greedysnake.runtime.manifest import Contents, PartRecord
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Part:
     """None when never written."""
     pinned: int | None = None
     """None when the last checkpoint does not hold this part."""
-    crc: int = 0
+    contents: Contents = field(default=Contents(0, 0))
     unsettled: bool = False
     """A write was started and has not been settled: the newest contents are unknown."""
 
@@ -33,21 +33,21 @@ class Attempt:
 
     confirmed: bool | None = None
     """None as long as it is open."""
-    settled: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(extent, part, slot, CRC) of those that have ended while it is open."""
+    settled: list[tuple[int, int, int, Contents]] = field(default_factory=list)
+    """(extent, part, slot, contents) of those that have ended while it is open."""
 
 
 class SlotTable:
-    """Slots and CRCs of all parts. Threads may work on different extents."""
+    """Slots of all parts, and what is in them. Threads may work on different extents."""
 
     def __init__(self, extents: Sequence[ExtentSpec], num_slots: int) -> None:
         self._num_slots = num_slots
         self._parts = [[_Part() for _ in spec.parts] for spec in extents]
         self._lock = threading.Lock()
 
-    def to_read(self, extent: int, parts: range) -> tuple[dict[int, int], dict[int, int]]:
-        """Current slot and CRC of each part; StorageError when one has no known contents."""
-        slots, crcs = {}, {}
+    def to_read(self, extent: int, parts: range) -> tuple[dict[int, int], dict[int, Contents]]:
+        """Current slot of each part, and what is there; StorageError when one has no known contents."""
+        slots, contents = {}, {}
         for part in parts:
             state = self._parts[extent][part]
             if state.unsettled:
@@ -57,8 +57,8 @@ class SlotTable:
                 )
             if state.current is None:
                 raise StorageError(f"cannot read part {part} of extent {extent}: it was never written")
-            slots[part], crcs[part] = state.current, state.crc
-        return slots, crcs
+            slots[part], contents[part] = state.current, state.contents
+        return slots, contents
 
     def start_write(self, extent: int, parts: range) -> dict[int, int]:
         """Working slot of each part; until `settle` their contents count as unknown."""
@@ -80,29 +80,29 @@ class SlotTable:
     def _free(self, *taken: int | None) -> int:
         return next(slot for slot in range(self._num_slots) if slot not in taken)
 
-    def settle(self, extent: int, slots: Mapping[int, int], crcs: Mapping[int, int]) -> None:
+    def settle(self, extent: int, slots: Mapping[int, int], contents: Mapping[int, Contents]) -> None:
         """The write of these parts has succeeded: their working slots are current."""
         for part, slot in slots.items():
             state = self._parts[extent][part]
-            state.current, state.crc, state.unsettled = slot, crcs[part], False
+            state.current, state.contents, state.unsettled = slot, contents[part], False
 
     def settle_tentative(
-        self, attempt: Attempt, extent: int, slots: Mapping[int, int], crcs: Mapping[int, int]
+        self, attempt: Attempt, extent: int, slots: Mapping[int, int], contents: Mapping[int, Contents]
     ) -> None:
         """The tentative write of these parts has succeeded."""
         with self._lock:
             if attempt.confirmed is None:
-                attempt.settled += [(extent, part, slot, crcs[part]) for part, slot in slots.items()]
+                attempt.settled += [(extent, part, slot, contents[part]) for part, slot in slots.items()]
                 return
         if attempt.confirmed:
-            self.settle(extent, slots, crcs)
+            self.settle(extent, slots, contents)
 
     def end_attempt(self, attempt: Attempt, *, confirmed: bool) -> None:
         """Its writes, those still under way or to come included, count from now on; or never did."""
         with self._lock:
             attempt.confirmed = confirmed
-        for extent, part, slot, crc in attempt.settled if confirmed else ():
-            self.settle(extent, {part: slot}, {part: crc})
+        for extent, part, slot, contents in attempt.settled if confirmed else ():
+            self.settle(extent, {part: slot}, {part: contents})
 
     def unsettled(self) -> list[tuple[int, int]]:
         """(extent, part) of every write that has not been settled."""
@@ -116,7 +116,7 @@ class SlotTable:
     def records(self) -> list[list[PartRecord]]:
         """What a manifest says about each part, from the current slots."""
         return [
-            [None if state.current is None else (state.current, state.crc) for state in states]
+            [None if state.current is None else (state.current, state.contents) for state in states]
             for states in self._parts
         ]
 
@@ -125,7 +125,7 @@ class SlotTable:
         for states, of_extent in zip(self._parts, records, strict=True):
             for state, record in zip(states, of_extent, strict=True):
                 if record is not None:
-                    state.current, state.crc = record
+                    state.current, state.contents = record
                     state.pinned = state.current
 
     def pin(self) -> None:
@@ -135,11 +135,12 @@ class SlotTable:
                 state.pinned = state.current
 
 
-def same_slot(slots: Mapping[int, int]) -> Iterator[range]:
-    """Runs of neighbouring parts that lie in one slot. The keys of `slots` are consecutive."""
+def lying_together(slots: Mapping[int, int], short: Container[int]) -> Iterator[range]:
+    """Runs of neighbouring parts that lie in one slot, without a gap behind those that are `short`. The keys of `slots`
+    are consecutive."""
     start = previous = next(iter(slots))
     for part in slots:
-        if slots[part] != slots[previous]:
+        if slots[part] != slots[previous] or (previous in short and part != previous):
             yield range(start, part)
             start = part
         previous = part

@@ -14,12 +14,12 @@ from greedysnake.ops import Plan
 from greedysnake.placement import Home
 from greedysnake.runtime.chunking import ChunkFilling
 from greedysnake.runtime.flat import FlatBlock
-from greedysnake.runtime.layout import ExtentSpec
+from greedysnake.runtime.layout import ExtentSpec, Words
 from greedysnake.runtime.memory import HostMemory
 from greedysnake.runtime.moments import decode
 from greedysnake.runtime.ranks import Ranks
 from greedysnake.runtime.store import Store, StoreTicket
-from greedysnake.shapes import BlockShape, Chunk, Precision, Share
+from greedysnake.shapes import WORD_BYTES, BlockShape, Chunk, Precision, Share
 
 WEIGHT, STATE = 0, 1
 """Parts of an extent."""
@@ -32,9 +32,18 @@ def extent_specs(plan: Plan, *, checkpoints: bool) -> list[ExtentSpec]:
     for block, homes in zip(plan.blocks, plan.homes, strict=True):
         for chunk, home in zip(block.chunks, homes, strict=True):
             in_ram = [part for part, where in ((WEIGHT, home.weight), (STATE, home.state)) if where is Home.RAM]
-            parts = tuple(part for part in part_bytes(chunk, plan.precision) if part)
-            specs.append(ExtentSpec(parts, frozenset(() if checkpoints else in_ram)))
+            specs.append(extent_spec(chunk, plan.precision, frozenset(() if checkpoints else in_ram)))
     return specs
+
+
+def extent_spec(chunk: Chunk, precision: Precision, absent: frozenset[int] = frozenset()) -> ExtentSpec:
+    """Of the state the moments, which come last, may be compressed."""
+    parts = tuple(part for part in part_bytes(chunk, precision) if part)
+    moment_bytes = WORD_BYTES.get(precision.moments)
+    words = None
+    if chunk.trainable and moment_bytes:
+        words = Words(STATE, chunk.num_params * precision.residual_bytes, moment_bytes)
+    return ExtentSpec(parts, absent, words)
 
 
 def part_bytes(chunk: Chunk, precision: Precision) -> tuple[int, int]:

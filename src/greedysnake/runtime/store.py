@@ -17,6 +17,7 @@ from types import TracebackType
 
 from greedysnake import _native
 from greedysnake.errors import ConfigError, RankError, StorageError
+from greedysnake.runtime.compression import Compressor
 from greedysnake.runtime.directory import (
     EXTENTS,
     MANIFEST,
@@ -27,7 +28,7 @@ from greedysnake.runtime.directory import (
 )
 from greedysnake.runtime.io import File, IoEngine
 from greedysnake.runtime.layout import ExtentSpec, Layout, Place, run_lengths
-from greedysnake.runtime.manifest import Manifest, plain_json
+from greedysnake.runtime.manifest import Contents, Manifest, plain_json
 from greedysnake.runtime.opening import (
     Exchange,
     allocate_scratch,
@@ -37,7 +38,7 @@ from greedysnake.runtime.opening import (
     resume_store,
     settle_manifest,
 )
-from greedysnake.runtime.slots import Attempt, SlotTable, same_slot
+from greedysnake.runtime.slots import Attempt, SlotTable, lying_together
 from greedysnake.runtime.transfers import Kind, Piece, StoreTicket, Sum, Transfers, verify
 
 __all__ = ["ExtentSpec", "Store", "StoreTicket"]
@@ -70,13 +71,16 @@ class Store:
         spare_slot: bool = False,
         scratch: Sequence[int] = (),
         verify_reads: bool = True,
+        compress: bool = False,
+        pool: _native.ThreadPool | None = None,
         exchange: Exchange = alone,
     ) -> None:
         """Open the store in `directories`: new, or with `resume` at its last checkpoint.
 
         `fingerprint` names what the extents hold; a checkpoint of another one is refused. `overwrite`
         discards a checkpoint that is there. Without `checkpoints` none is published, and one slot is enough. Tentative
-        writes need a `spare_slot`. `scratch` gives the sizes of ranges that no checkpoint keeps.
+        writes need a `spare_slot`. `scratch` gives the sizes of ranges that no checkpoint keeps. With `compress` words
+        are written in fewer bytes, by the threads of `pool`.
 
         Several stores may keep a checkpoint together, all of them or none: `exchange` gives what each of them says.
         """
@@ -88,6 +92,7 @@ class Store:
         self._fingerprint = fingerprint
         self._io = io
         self._transfers = Transfers(io)
+        self._compressor = Compressor(pool, compresses=compress)
         self._exchange = exchange
         self._is_one_of_several = False
         if single_slot and checkpoints:
@@ -96,8 +101,8 @@ class Store:
         self._layout = Layout.build(self._extents, scratch, num_members=len(self.directories), num_slots=num_slots)
         self._checkpoint: Manifest | None = None
         self._lock = threading.Lock()
-        self._scratch_sums: dict[int, tuple[int, Sum]] = {}
-        """Of a scratch range: offset and checksum of what was last written."""
+        self._scratch_sums: dict[int, tuple[int, Contents]] = {}
+        """Of a scratch range: where and what was last written."""
         self._publishing = False
         self._in_place = False
         """single_slot: the checkpoint has been overwritten in part, and its manifest is marked so."""
@@ -143,8 +148,8 @@ class Store:
     def read(self, extent: int, address: int, parts: slice | range = ALL, urgent: bool = False) -> StoreTicket:
         """Start to read the newest contents of a run of parts into memory at `address`."""
         chosen = self._chosen(extent, parts)
-        slots, crcs = self._slots.to_read(extent, chosen)
-        return self._submit("read", extent, address, slots, crcs, urgent)
+        slots, contents = self._slots.to_read(extent, chosen)
+        return self._submit("read", extent, address, slots, contents, urgent)
 
     def write(
         self,
@@ -155,11 +160,9 @@ class Store:
         attempt: Attempt | None = None,
     ) -> StoreTicket:
         """Start to write a run of parts from memory at `address`; the last checkpoint stays as it is. As part of an
-        `attempt`, the newest contents stay as they are too, until `end_attempt` confirms it."""
+        `attempt`, the newest contents stay as they are too, until `end_attempt` confirms it. Of words that are
+        compressed nothing is left in memory."""
         chosen = self._chosen(extent, parts)
-        spec = self._extents[extent]
-        start = address - spec.offsets[chosen.start]
-        crcs = {part: _native.crc32c(start + spec.offsets[part], spec.parts[part]) for part in chosen}
         with self._lock:
             self._require_writable()
             if self._layout.num_slots == 1 and self.has_checkpoint:
@@ -169,7 +172,8 @@ class Store:
                 slots = self._slots.start_tentative_write(extent, chosen)
             else:
                 slots = self._slots.start_write(extent, chosen)
-        return self._submit("write", extent, address, slots, crcs, urgent, attempt)
+        contents = self._compressor.compress(self._extents[extent], chosen, address)
+        return self._submit("write", extent, address, slots, contents, urgent, attempt)
 
     def end_attempt(self, attempt: Attempt, *, confirmed: bool) -> None:
         """Its writes, those still to come included, count from now on; or never did."""
@@ -195,14 +199,16 @@ class Store:
         if ticket.kind == "read":
             if self.verify_reads:
                 verify(ticket)
+            if ticket.extent is not None:
+                self._compressor.decompress(self._extents[ticket.extent], ticket)
         elif ticket.extent is not None:
             for piece in ticket.pieces:
                 slots = dict.fromkeys(piece.sums, piece.slot)
-                crcs = {part: written.crc for part, written in piece.sums.items()}
+                contents = {part: written.contents for part, written in piece.sums.items()}
                 if ticket.attempt:
-                    self._slots.settle_tentative(ticket.attempt, ticket.extent, slots, crcs)
+                    self._slots.settle_tentative(ticket.attempt, ticket.extent, slots, contents)
                 else:
-                    self._slots.settle(ticket.extent, slots, crcs)
+                    self._slots.settle(ticket.extent, slots, contents)
 
     def require_scratch(self, sizes: Sequence[int]) -> None:
         """PlanError unless there is room for such scratch ranges; changes nothing."""
@@ -302,19 +308,20 @@ class Store:
         extent: int,
         address: int,
         slots: Mapping[int, int],
-        crcs: Mapping[int, int],
+        contents: Mapping[int, Contents],
         urgent: bool,
         attempt: Attempt | None = None,
     ) -> StoreTicket:
         place, spec = self._layout.extents[extent], self._extents[extent]
         file = self._file(self._files, place)
         first = spec.offsets[next(iter(slots))]
+        short = {part for part, (_, nbytes) in contents.items() if nbytes < spec.parts[part]}
         pieces: list[Piece] = []
-        for parts in same_slot(slots):
+        for parts in lying_together(slots, short):
             slot = slots[parts.start]
-            begin, end = spec.offsets[parts.start], spec.offsets[parts.stop]
+            begin, end = spec.offsets[parts.start], spec.offsets[parts[-1]] + contents[parts[-1]].nbytes
             offset = slot * self._layout.slot_bytes[place.member] + place.offset + begin
-            sums = {part: Sum(spec.offsets[part] - begin, spec.parts[part], crcs[part]) for part in parts}
+            sums = {part: Sum(spec.offsets[part] - begin, contents[part]) for part in parts}
             pieces.append(Piece(file, offset, address + begin - first, end - begin, sums, slot))
         return self._transfers.submit(kind, extent, pieces, urgent=urgent, attempt=attempt)
 
@@ -331,9 +338,9 @@ class Store:
         file = self._file(self._scratch_files, place)
         start = place.offset + offset
         if kind == "write":
-            self._scratch_sums[index] = (offset, Sum(0, nbytes, _native.crc32c(address, nbytes)))
-        at, written = self._scratch_sums.get(index, (None, Sum(0, 0, 0)))
-        sums = {0: written} if (at, written.nbytes) == (offset, nbytes) else {}
+            self._scratch_sums[index] = (offset, Contents(_native.crc32c(address, nbytes), nbytes))
+        at, written = self._scratch_sums.get(index, (None, Contents(0, 0)))
+        sums = {0: Sum(0, written)} if (at, written.nbytes) == (offset, nbytes) else {}
         return self._transfers.submit(kind, None, [Piece(file, start, address, nbytes, sums)], urgent=urgent)
 
     @staticmethod

@@ -28,11 +28,10 @@ from greedysnake.runtime.directory import num_ranks_in, own_directories
 from greedysnake.runtime.fitting import MOST_CHUNK_PARAMS
 from greedysnake.runtime.flat import DecayRule, FlatBlock, align, decays_by_default, survey
 from greedysnake.runtime.io import IoEngine
-from greedysnake.runtime.layout import ExtentSpec
 from greedysnake.runtime.manifest import Mark
 from greedysnake.runtime.moments import decode, encode
 from greedysnake.runtime.opening import NONE, Exchange, saved_mark, stored_in
-from greedysnake.runtime.state import extent_numbers, fingerprint, part_bytes, split_vectors
+from greedysnake.runtime.state import extent_numbers, extent_spec, fingerprint, split_vectors
 from greedysnake.runtime.store import Store, StoreTicket
 from greedysnake.shapes import PRECISIONS, Chunk, Precision, Share
 
@@ -79,7 +78,7 @@ class StoredModel:
             for share, paths in zip(shares, own, strict=True):
                 blocks = survey(model, self.chunk_params[share.rank], decays, needs_values=False, share=share)
                 exchange = partial(_as_if_all_said, marks, share.rank)
-                self._ranks.append(_open(blocks, paths, precision, share, io, undo, exchange, resume=True))
+                self._ranks.append(_open(blocks, paths, precision, share, io, self.pool, undo, exchange, resume=True))
             blocks = [block for rank in self._ranks for block in rank.blocks]
             largest = max(chunk.num_params for block in blocks for chunk in block.shape.chunks)
             self._arena = undo.enter_context(Arena(NUM_BUFFERS * precision.chunk_bytes(largest)))
@@ -221,7 +220,9 @@ def copy_for_ranks(
             blocks = survey(model, stored.chunk_params[0], stored.decays, needs_values=False, share=share)
             paths = own_directories(directories, share)
             exchange = partial(_as_the_first_said, said)
-            ranks.append(_open(blocks, paths, precision, share, io, undo, exchange, single_slot=single_slot))
+            ranks.append(
+                _open(blocks, paths, precision, share, io, stored.pool, undo, exchange, single_slot=single_slot)
+            )
         largest = max(chunk.num_params for block in ranks[0].blocks for chunk in block.shape.chunks)
         sizes = [kind.chunk_bytes(largest) for kind in (stored.precision, precision)]
         arena = undo.enter_context(Arena(sum(sizes)))
@@ -270,6 +271,7 @@ def _open(
     precision: Precision,
     share: Share,
     io: IoEngine,
+    pool: _native.ThreadPool,
     undo: ExitStack,
     exchange: Exchange,
     *,
@@ -278,7 +280,7 @@ def _open(
 ) -> _Rank:
     """A rank's store: with `resume` the one that is there, else a new one."""
     chunks = [chunk for block in blocks for chunk in block.shape.chunks]
-    specs = [ExtentSpec(tuple(part for part in part_bytes(chunk, precision) if part)) for chunk in chunks]
+    specs = [extent_spec(chunk, precision) for chunk in chunks]
     if resume:
         single_slot = stored_in(directories[0]).num_slots == 1
     with warnings.catch_warnings():
@@ -290,6 +292,7 @@ def _open(
             single_slot=single_slot,
             fingerprint=fingerprint(blocks, precision, share),
             resume=resume,
+            pool=pool,
             exchange=exchange,
         )
     undo.callback(store.close)

@@ -14,18 +14,18 @@ from typing import Literal, NamedTuple
 from greedysnake import _native
 from greedysnake.errors import GreedySnakeError, StorageError
 from greedysnake.runtime.io import File, IoEngine, Ticket
+from greedysnake.runtime.manifest import Contents
 from greedysnake.runtime.slots import Attempt
 
 Kind = Literal["read", "write"]
 
 
 class Sum(NamedTuple):
-    """The CRC32C of some of the bytes of a piece."""
+    """What is known of some of the bytes of a piece."""
 
     begin: int
     """From the start of the piece."""
-    nbytes: int
-    crc: int
+    contents: Contents
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class StoreTicket:
     io_tickets: tuple[Ticket, ...]
     attempt: Attempt | None = None
     """What a tentative write belongs to."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross the drives."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class Transfers:
@@ -122,7 +127,7 @@ class Transfers:
 def verify(ticket: StoreTicket) -> None:
     """StorageError unless what was read has the checksums of what was written."""
     for piece in ticket.pieces:
-        for part, (begin, nbytes, expected) in piece.sums.items():
+        for part, (begin, (expected, nbytes)) in piece.sums.items():
             found = _native.crc32c(piece.address + begin, nbytes)
             if found != expected:
                 what = "scratch" if ticket.extent is None else f"part {part} of extent {ticket.extent}"
