@@ -31,6 +31,10 @@ FLOPS, HEAD_FLOPS = 580e12, 400e12
 PCIE_BYTES_PER_S, CPU_PARAMS_PER_S, CPU_BYTES_PER_S = 55e9, 3.3e9, 40e9
 """Of the same machine: 0.53 s of updates for 1.742 billion parameters; 0.17 s for the squares of their gradients."""
 
+STATE_SHARES = {"float32": 0.885, "bfloat16": 0.81, "int8": 1.0}
+"""What compressed moments leave of the optimizer state's bytes, in a training's third to fifth step: docs/benchmarks.md
+has how much crosses the drives in all."""
+
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """The plan that the engine would make for the model of step.py."""
@@ -85,7 +89,8 @@ def times_of(options: argparse.Namespace, flops: float, head_flops: float) -> li
 def expected(options: argparse.Namespace, machine: argparse.Namespace) -> Forecast:
     plan = plan_of(options)
     drive = rate_limits(options).get("total_bytes_per_s", machine.drive)
-    rates = Rates(drive, PCIE_BYTES_PER_S, PCIE_BYTES_PER_S, CPU_PARAMS_PER_S, CPU_BYTES_PER_S)
+    share = 1.0 if options.no_compress_moments else STATE_SHARES[options.moments]
+    rates = Rates(drive, PCIE_BYTES_PER_S, PCIE_BYTES_PER_S, CPU_PARAMS_PER_S, CPU_BYTES_PER_S, state_share=share)
     activation_bytes = 2 * options.micro_batch * options.sequence * options.hidden
     times = times_of(options, machine.flops, machine.head_flops)
     costs = Costs(plan, rates, times, activation_bytes=activation_bytes)

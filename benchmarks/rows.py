@@ -149,7 +149,7 @@ HELD = "--steps 3 --no-bounds --slots updates=110 staging=16 weights=4"
 KNEE = "--micro-batches 64 --alpha 0.28"
 BALANCED = (
     "--systems greedysnake --layers 12 --storage DIR --ram 24GiB --micro-batches 80 --steps 3 --no-bounds "
-    f"{IO} total_bytes_per_s=2500000000 --slots updates=12 staging=16 weights=4 "
+    f"{IO} total_bytes_per_s=2500000000 --no-compress-moments --slots updates=12 staging=16 weights=4 "
     "--placement activations_device=1 activations_ram=0 weights_ram=0.14 optimizer_ram=0.14"
 )
 EIGHT = "--layers 32 --hidden 4096 --mlp 14336 --heads 32 --kv-heads 8 --vocab 128256 --storage DIR --vram-cap 24GB"
