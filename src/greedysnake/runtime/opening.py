@@ -184,8 +184,13 @@ def allocate_scratch(directories: Sequence[StoreDirectory], layout: Layout) -> N
 
 
 def _manifest_bytes(extents: Sequence[ExtentSpec]) -> int:
-    """About 16 bytes for a part, and the metadata of the caller. For a moment there are two manifests."""
-    return 16 * sum(len(spec.parts) for spec in extents) + (64 << 10)
+    """About 16 bytes for a part, 12 more for one that may be compressed, and the metadata of the caller. For a moment
+    there are two manifests."""
+    num_parts, num_compressed = (
+        sum(len(spec.parts) for spec in extents),
+        sum(spec.words is not None for spec in extents),
+    )
+    return 16 * num_parts + 12 * num_compressed + (64 << 10)
 
 
 def _require_space(directories: Sequence[StoreDirectory], layout: Layout, more_bytes: int, or_else: str) -> None:
