@@ -388,6 +388,6 @@ def test_what_the_drives_mean_for_a_step_is_told_for_every_kind_of_moments(
     console.print(doctor_text(Diagnosis(HEALTHY_HOST, drives, ())))
     file = console.file
     assert isinstance(file, io.StringIO)
-    wanted = "With all state on SSD a step takes at least {} (26 bytes of each) per billion parameters; with "
+    wanted = "With all state on SSD a step takes {} (26 bytes of each) per billion parameters; with "
     wanted += "training.adam_moments bfloat16 {} (18 bytes of each), int8 {} (14.25 bytes of each)."
     assert wanted.format(*seconds) in file.getvalue()
