@@ -34,6 +34,7 @@ from greedysnake.runtime.directory import TRIAL
 from greedysnake.runtime.drive import Bandwidth, look_at_drive
 from greedysnake.runtime.flat import FlatBlock
 from greedysnake.runtime.footprint import device_bytes, nearest_existing
+from greedysnake.shapes import GRANULE, WORD_BYTES, Precision
 from greedysnake.threads import torch_threads
 
 TRIAL_STEPS, TRIAL_MICRO_BATCHES = 3, 3
@@ -82,6 +83,15 @@ class Machine:
         both = zip(self.times, other.times, strict=True)
         times = (replace(mine, kept_backward_s=theirs.kept_backward_s) for mine, theirs in both)
         return replace(self, times=tuple(times), graph_bytes=other.graph_bytes)
+
+    def with_state_of(self, precision: Precision, *, measured: Precision) -> Machine:
+        """As it would be with other moments than those it was measured with. Compression takes away what neighbours
+        have in common, their exponents, which are as many bytes of each in both kinds."""
+        share = 1.0
+        if precision.moments in WORD_BYTES:
+            spared = (1.0 - self.rates.state_share) * measured.state_bytes(GRANULE)
+            share = max(0.0, 1.0 - spared / precision.state_bytes(GRANULE))
+        return replace(self, rates=replace(self.rates, state_share=share))
 
     def with_blocks_of(self, layers_per_block: int) -> Machine:
         """As it would be with so many layers in a block, from what was measured with one."""

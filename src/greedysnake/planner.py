@@ -35,7 +35,7 @@ from greedysnake.runtime.filling import homes_bytes
 from greedysnake.runtime.footprint import Footprint, missing_room
 from greedysnake.runtime.opening import Stored, stored_in
 from greedysnake.settings import Size
-from greedysnake.shapes import WORD_BYTES, MomentsName, Share
+from greedysnake.shapes import MomentsName, Share
 
 SATURATED = 0.97
 """Of a step, computing: more micro-batches would gain no more than the rest."""
@@ -346,7 +346,8 @@ class _Expecting:
             if Planned.is_saturated(option):
                 return
             config = replace(self._config, training=replace(training, adam_moments=moments))
-            trying = _Expecting(config, self._machine, outline(config), self._ram, self._stored)
+            machine = self._machine.with_state_of(config.precision, measured=self._config.precision)
+            trying = _Expecting(config, machine, outline(config), self._ram, self._stored)
             try:
                 option = trying.option_with(choice, training.gradient_accumulation_steps)
             except PlanError:
@@ -378,8 +379,7 @@ class _Expecting:
             homes |= {"graphs": {Home.DEVICE: graph_bytes}, "buffers": buffers}
             footprint = replace(footprint, homes=homes)
         plan = footprint.plan
-        rates = machine.rates if config.training.adam_moments in WORD_BYTES else replace(machine.rates, state_share=1.0)
-        costs = Costs(plan, rates, machine.times, activation_bytes=self._outlined.activation_bytes)
+        costs = Costs(plan, machine.rates, machine.times, activation_bytes=self._outlined.activation_bytes)
         count, kind = config.training.gradient_accumulation_steps, config.engine.schedule
         engine = replace(
             config.engine,

@@ -17,7 +17,9 @@ import greedysnake.runtime.io as io_module
 from greedysnake.errors import ConfigError, StorageError
 from greedysnake.runtime.io import IoEngine, io_uring_available
 from greedysnake.runtime.layout import Layout, Words
+from greedysnake.runtime.manifest import crc32c_of
 from greedysnake.runtime.store import ExtentSpec, Store, StoreTicket
+from greedysnake.runtime.transfers import Transfers
 
 BACKENDS = ["threads", *(["io_uring"] if io_uring_available()[0] else [])]
 SPECS = [
@@ -249,6 +251,66 @@ def test_a_manifest_with_compressed_parts_is_of_its_own_version(tmp_path: Path, 
             fields = json.loads(path.read_text().splitlines()[0])
             assert fields["version"] == version
             assert len(fields["parts"][0][0]) == 1 + version
+
+
+@pytest.mark.parametrize("moment", ["submit", "wait"])
+def test_a_write_that_fails_leaves_its_memory_as_it_was(
+    moment: str, tmp_path: Path, io: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What publish says then is to repeat it."""
+    spec = ExtentSpec((4096, 65536), words=Words(1, 4096, 4))
+    buffer = Buffer(spec.num_bytes)
+    buffer.array[:8192] = 7
+    buffer.array[8192:] = np.random.default_rng(0).normal(size=15360).astype(np.float32).view(np.uint8)
+    before = buffer.array.copy()
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the drive is gone")
+
+    with Store([tmp_path], [spec], io=io, fingerprint="x", compress=True) as store:
+        ticket = store.write(0, buffer.address)
+        assert not np.array_equal(buffer.array, before), "it is compressed in place"
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match="the drive is gone"):
+            if moment == "wait":
+                patch.setattr(Transfers, "_drain", fail)
+                store.wait(ticket)
+            else:
+                store.wait(ticket)
+                store.wait(store.read(0, buffer.address))
+                patch.setattr(IoEngine, "submit", fail)
+                store.write(0, buffer.address)
+        assert np.array_equal(buffer.array, before)
+        with pytest.raises(StorageError, match="repeat those that failed"):
+            store.publish(1, {})
+        store.wait(store.write(0, buffer.address))
+        store.publish(1, {})
+        buffer.array[:] = 0
+        store.wait(store.read(0, buffer.address))
+        assert np.array_equal(buffer.array, before)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("nbytes", [0, 4096, 8192, 69632, 1 << 40, -4096, 61441, 57344.0, True, "12", None, [4096]])
+def test_a_manifest_with_lengths_that_cannot_be_is_refused(
+    part: int, nbytes: object, tmp_path: Path, io: IoEngine
+) -> None:
+    spec = ExtentSpec((4096, 65536), words=Words(1, 8192, 4))
+    buffer = Buffer(spec.num_bytes)
+    buffer.array[:] = np.random.default_rng(0).normal(size=17408).astype(np.float32).view(np.uint8)
+    with Store([tmp_path], [spec], io=io, fingerprint="x", compress=True) as store:
+        store.wait(store.write(0, buffer.address))
+        store.publish(1, {})
+    path = tmp_path / "greedysnake.manifest"
+    fields = json.loads(path.read_text().splitlines()[0])
+    fields["parts"][0][part] = [*fields["parts"][0][part][:2], nbytes]
+    line = json.dumps(fields, separators=(",", ":")).encode()
+    path.write_bytes(b"%s\n%08x\n" % (line, crc32c_of(line)))
+    if (part, nbytes) == (0, 4096):
+        Store([tmp_path], [spec], io=io, fingerprint="x", resume=True).close()
+        return
+    wanted = rf"cannot be what is stored of part {part} of extent 0, which has {spec.parts[part]}: restore the file"
+    with pytest.raises(StorageError, match=wanted):
+        Store([tmp_path], [spec], io=io, fingerprint="x", resume=True)
 
 
 def test_what_cannot_be_decompressed_is_said(tmp_path: Path, io: IoEngine) -> None:

@@ -202,6 +202,25 @@ def test_chunks_of_each_rank_and_another_rule_of_decay_are_read_as_they_are(tmp_
         require_equal(values_of(engine), wanted)
 
 
+def test_a_parameter_is_read_as_it_is_after_others_went_through_the_same_memory(tmp_path: Path) -> None:
+    with open_engine([str(tmp_path)]) as engine:
+        engine.step(make_batches(2, 0))
+        engine.save()
+    name, count = "layers.3.up.weight", 128
+
+    def read(stored: StoredModel) -> list[torch.Tensor]:
+        vectors = stored.precision.vectors(trainable=True)
+        targets = {each.name: torch.zeros(each.size(count), dtype=torch.uint8) for each in vectors}
+        stored.read_parameter(name, 0, targets, count)
+        return list(targets.values())
+
+    with StoredModel(make_parts(**MODEL).sequential(), [tmp_path]) as stored:
+        before = read(stored)
+        assert all(each.any() for each in before)
+        list(stored.named_parameters())
+        assert all(map(torch.equal, read(stored), before))
+
+
 def test_a_store_in_use_is_not_read(tmp_path: Path) -> None:
     with open_engine([str(tmp_path)]) as engine:
         engine.save()

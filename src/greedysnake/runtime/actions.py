@@ -8,11 +8,12 @@ there and nobody else touches what it writes.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from greedysnake.ops import Kind, Lane, Op, Resource
+from greedysnake.ops import Kind, Op, Resource
 from greedysnake.placement import Home
 from greedysnake.runtime.buffers import Buffers
 from greedysnake.runtime.compute import Compute
@@ -42,9 +43,6 @@ class Actions:
         self._ranks = ranks
         self._updates = updates
         self._on_cuda = device.type == "cuda"
-        self._spared_bytes = dict.fromkeys((Lane.LOAD, Lane.WRITE), 0)
-        """Of what ops of a lane said they move, what did not cross the drives; each entry is that lane's thread's."""
-        self._told_bytes = dict(self._spared_bytes)
         self._extent = extent_numbers(buffers.plan.blocks)
         self._run: dict[Kind, Callable[[Op, StepContext], int | Wait]] = {
             Kind.FORWARD: compute.forward,
@@ -74,11 +72,6 @@ class Actions:
 
     def run(self, op: Op, context: StepContext) -> int | Wait:
         return self._run[op.kind](op, context)
-
-    def take_spared(self) -> Mapping[str, int]:
-        """Bytes that were compressed away since this was asked last, by link."""
-        before, self._told_bytes = self._told_bytes, dict(self._spared_bytes)
-        return {lane.link: count - before[lane] for lane, count in self._told_bytes.items()}
 
     # Tensors between blocks
 
@@ -189,7 +182,7 @@ class Actions:
         last = STATE if home.state is Home.SSD else WEIGHT
         address = self._address(op, self._buffers.update_slot(op.writes[0], op), first)
         ticket = self._store.read(self._extent[op.block, op.index], address, slice(first, last + 1))
-        return self._storing(ticket, op)
+        return self._storing(ticket, partial(context.spared.count, op))
 
     def write(self, op: Op, context: StepContext) -> Wait:
         assert self._store is not None
@@ -199,7 +192,7 @@ class Actions:
         address = self._address(op, self._buffers.update_slot(op.reads[0], op), first)
         extent, run = self._extent[op.block, op.index], slice(first, last + 1)
         ticket = self._store.write(extent, address, run, attempt=context.attempt if op.tentative else None)
-        return self._storing(ticket, op)
+        return self._storing(ticket, partial(context.spared.count, op))
 
     def _address(self, op: Op, slot: torch.Tensor, part: int) -> int:
         """Where a part of a chunk begins in its update slot."""
@@ -208,15 +201,15 @@ class Actions:
 
     # Both ways of moving
 
-    def _storing(self, ticket: StoreTicket, state: Op | None = None) -> Wait:
-        """`state` is an op whose bytes may be fewer than it says, because the store compresses them."""
+    def _storing(self, ticket: StoreTicket, count: Callable[[int], None] | None = None) -> Wait:
+        """`count` is told how many bytes it was."""
         store = self._store
         assert store is not None
 
         def wait() -> int:
             store.wait(ticket)
-            if state is not None:
-                self._spared_bytes[state.lane] += state.nbytes - ticket.nbytes
+            if count is not None:
+                count(ticket.nbytes)
             return ticket.nbytes
 
         return wait

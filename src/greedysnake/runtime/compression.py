@@ -6,6 +6,8 @@ native kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from greedysnake import _native
 from greedysnake._native import ThreadPool
 from greedysnake.errors import StorageError
@@ -25,13 +27,19 @@ class Compressor:
 
     def compress(self, spec: ExtentSpec, parts: range, address: int) -> dict[int, Contents]:
         """What is to be written of each of these parts, which lie whole and in a row from `address` on. One that is
-        compressed begins where it did, and what it held in memory is lost."""
+        compressed begins where it did, and its memory holds nothing else until it is restored."""
         contents = {}
         for part in parts:
             start = address + spec.offsets[part] - spec.offsets[parts.start]
             nbytes = self._compress_words(spec, part, start) if self._compresses else spec.parts[part]
             contents[part] = Contents(_native.crc32c(start, nbytes), nbytes)
         return contents
+
+    def restore(self, spec: ExtentSpec, contents: Mapping[int, Contents], address: int) -> None:
+        """The inverse of `compress`, of parts that were not written after all."""
+        for part, (_, nbytes) in contents.items():
+            start = address + spec.offsets[part] - spec.offsets[next(iter(contents))]
+            self._decompress_words(spec, part, start, nbytes)
 
     def decompress(self, spec: ExtentSpec, ticket: StoreTicket) -> None:
         """Makes the parts whole that were read; StorageError where one cannot be."""

@@ -18,6 +18,20 @@ Outputs = tuple[torch.Tensor, torch.Tensor | None]
 """What a block returns: the hidden state or the loss, and for some layers a second tensor that the loss depends on."""
 
 
+@dataclass(frozen=True)
+class Spared:
+    """Bytes that ops of one list said they move and did not, since these were compressed, by link. Each is counted by
+    the thread of one lane."""
+
+    now: dict[str, int] = field(default_factory=dict)
+    ahead: dict[str, int] = field(default_factory=dict)
+    """Of ops that belong to the next list."""
+
+    def count(self, op: Op, moved_bytes: int) -> None:
+        of_link = self.ahead if op.ahead else self.now
+        of_link[op.lane.link] = of_link.get(op.lane.link, 0) + op.nbytes - moved_bytes
+
+
 @dataclass
 class StepContext:
     """One call of step() or evaluate(): what its ops need to know."""
@@ -46,6 +60,7 @@ class StepContext:
     """Updates before it."""
     nbytes: dict[str, int] = field(default_factory=dict)
     """Bytes of tensors between blocks, by lane, each on its own thread; the ops know the rest."""
+    spared: Spared = field(default_factory=Spared)
 
     def agree(self, ranks: Ranks, call: str, activation_bytes: int, *, as_many: bool) -> tuple[int, int]:
         """Takes over what all ranks' micro-batches are together. Returns how many the rank with the most has, and the

@@ -36,7 +36,7 @@ from greedysnake.runtime.optimism import Optimism
 from greedysnake.runtime.optimizer import AdamW
 from greedysnake.runtime.randomness import random_state_kept
 from greedysnake.runtime.ranks import Ranks
-from greedysnake.runtime.result import StepResult, make_result
+from greedysnake.runtime.result import SparedBytes, StepResult, make_result
 from greedysnake.runtime.room import Room
 from greedysnake.runtime.runner import Runner
 from greedysnake.runtime.state import ModelState, extent_specs, fingerprint
@@ -224,6 +224,7 @@ class Engine:
         )
         self._optimism = Optimism()
         self._busy_s: dict[str, float] = {}
+        self._spared = SparedBytes()
         self._num_micro_batches = 0
 
     # What a user calls
@@ -432,14 +433,13 @@ class Engine:
         self._steps.evaluate(self._step, len(context.batches), self._action(context))
         self._wait()
         self._collect()
-        self._actions.take_spared()
+        self._spared.skip(context.spared)
         return math.fsum(self._ranks.exchange("evaluate()", self._updates.own_loss_sum())) / context.num_targets
 
     def _flush(self) -> None:
         self._steps.flush(self._step, self._action(StepContext(self._step, (), 0, 0.0)))
         self._wait()
         self._collect()
-        self._actions.take_spared()  # of what no step counts
 
     def _action(self, context: StepContext) -> Action:
         """What lanes call for an op; as long as one may, the engine is held."""
@@ -484,9 +484,7 @@ class Engine:
         self._collect()
         busy_s = {link: total - before_s.get(link, 0.0) for link, total in self._busy_s.items()}
         loss = context.loss_sum / context.num_targets
-        return make_result(
-            context, moved, busy_s, self._actions.take_spared(), loss=loss, elapsed_s=elapsed_s, skipped=skipped
-        )
+        return make_result(context, moved, busy_s, self._spared, loss=loss, elapsed_s=elapsed_s, skipped=skipped)
 
     def _collect(self) -> None:
         """Takes over the records of the ops that have ended, and how long each link was busy until now."""

@@ -43,6 +43,15 @@ class ExtentSpec:
         for num_bytes in self.parts:
             if num_bytes <= 0 or num_bytes % ALIGNMENT_BYTES:
                 raise ConfigError(f"a part of {num_bytes} bytes: parts are positive multiples of {ALIGNMENT_BYTES}")
+        assert not self.words or self.words.begin % ALIGNMENT_BYTES == 0, "what is compressed begins with a page"
+
+    def may_hold(self, part: int, nbytes: int) -> bool:
+        """Whether so many bytes can be what is stored of a part."""
+        if nbytes == self.parts[part]:
+            return True
+        if self.words is None or self.words.part != part or nbytes % ALIGNMENT_BYTES:
+            return False
+        return self.words.begin < nbytes < self.parts[part]
 
     @property
     def num_bytes(self) -> int:

@@ -125,6 +125,7 @@ def resume_store(
             f"the checkpoint of step {manifest.step} in {directories[0].path} is of another run: "
             f"{'; '.join(differences)}: give the same configuration, or another directory"
         )
+    _require_lengths(directories[0], manifest, extents)
     stored = replace(layout, num_slots=manifest.num_slots)
     for member, directory in enumerate(directories):
         wanted, got = stored.extents_bytes(member), directory.size(EXTENTS)
@@ -142,6 +143,20 @@ def resume_store(
     _require_space(directories, layout, _manifest_bytes(extents) if grows else 0, or_else)
     _allocate(directories, layout)
     return manifest, layout
+
+
+def _require_lengths(directory: StoreDirectory, manifest: Manifest, extents: Sequence[ExtentSpec]) -> None:
+    """What a manifest says to be stored goes to memory for the parts as they are: it must not be more."""
+    for extent, (spec, records) in enumerate(zip(extents, manifest.parts, strict=True)):
+        for part, record in enumerate(records):
+            if record is None or (type(record[1].nbytes) is int and spec.may_hold(part, record[1].nbytes)):
+                continue
+            path = str(directory.path / MANIFEST)
+            raise StorageError(
+                f"{path} is damaged: {record[1].nbytes!r} bytes cannot be what is stored of part {part} of extent "
+                f"{extent}, which has {spec.parts[part]}: restore the file from a copy, or start anew {DISCARD}",
+                path=path,
+            )
 
 
 def create_store(

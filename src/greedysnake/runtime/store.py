@@ -9,7 +9,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import permutations
 from os import path
 from pathlib import Path
@@ -160,8 +160,8 @@ class Store:
         attempt: Attempt | None = None,
     ) -> StoreTicket:
         """Start to write a run of parts from memory at `address`; the last checkpoint stays as it is. As part of an
-        `attempt`, the newest contents stay as they are too, until `end_attempt` confirms it. Of words that are
-        compressed nothing is left in memory."""
+        `attempt`, the newest contents stay as they are too, until `end_attempt` confirms it. Words are compressed in
+        memory, and stay so unless the write fails."""
         chosen = self._chosen(extent, parts)
         with self._lock:
             self._require_writable()
@@ -173,7 +173,12 @@ class Store:
             else:
                 slots = self._slots.start_write(extent, chosen)
         contents = self._compressor.compress(self._extents[extent], chosen, address)
-        return self._submit("write", extent, address, slots, contents, urgent, attempt)
+        try:
+            return self._submit("write", extent, address, slots, contents, urgent, attempt)
+        except BaseException:
+            with suppress(ValueError):
+                self._compressor.restore(self._extents[extent], contents, address)  # so that it can be repeated
+            raise
 
     def end_attempt(self, attempt: Attempt, *, confirmed: bool) -> None:
         """Its writes, those still to come included, count from now on; or never did."""
@@ -195,12 +200,19 @@ class Store:
 
     def wait(self, ticket: StoreTicket) -> None:
         """Block until a transfer is done; StorageError when it failed or, for a read, when a CRC differs."""
-        self._transfers.wait(ticket)
+        extent = None if ticket.extent is None else self._extents[ticket.extent]
+        try:
+            self._transfers.wait(ticket)
+        except BaseException:
+            if extent and ticket.kind == "write":
+                with suppress(StorageError):  # the first one is what matters
+                    self._compressor.decompress(extent, ticket)  # so that it can be repeated
+            raise
         if ticket.kind == "read":
             if self.verify_reads:
                 verify(ticket)
-            if ticket.extent is not None:
-                self._compressor.decompress(self._extents[ticket.extent], ticket)
+            if extent:
+                self._compressor.decompress(extent, ticket)
         elif ticket.extent is not None:
             for piece in ticket.pieces:
                 slots = dict.fromkeys(piece.sums, piece.slot)

@@ -152,6 +152,7 @@ class StoredModel:
         """The values of a chunk, unless it is the last that was asked for, read now."""
         part, buffer = self._ranks[rank], self._buffers[0]
         if self._last != (rank, number, index):
+            self._last = None
             part.store.wait(part.store.read(part.extent[number, index], buffer.data_ptr()))
             self._last = (rank, number, index)
         return split_vectors(buffer, part.blocks[number].shape.chunks[index], self.precision)
@@ -166,6 +167,7 @@ class StoredModel:
         ]
         wanted = deque((rank, index) for _, rank, index in sorted(chunks))
         reading: deque[tuple[int, int, torch.Tensor, StoreTicket]] = deque()
+        self._last = None  # it goes through the same buffers
         try:
             while wanted or reading:
                 while wanted and len(reading) < NUM_BUFFERS:
