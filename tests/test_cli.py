@@ -150,7 +150,7 @@ def test_doctor_prints_every_problem_with_its_fix() -> None:
     text = console.export_text()
     for part in ("error: the drive is [red]", "fix: buy one", "warning: slow", "fix: wait", "could not work"):
         assert part in text
-    assert "at least 8.67 s (26 bytes of each) per billion parameters" in text
+    assert "takes 8.67 s (26 bytes of each) per billion parameters" in text
 
 
 def test_selfcheck_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
