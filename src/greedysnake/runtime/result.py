@@ -35,8 +35,8 @@ class StepResult:
     """The gradient was not finite and was not applied."""
 
 
-OPEN_LISTS = 8
-"""So many lists before the last one may still spare something."""
+OPEN_STEPS = 4
+"""So long ago a step may have been whose ops are not all over."""
 
 
 class SparedBytes:
@@ -60,7 +60,7 @@ class SparedBytes:
         """For a step, of the bytes that its ops said they move, by link."""
         self._open += [spared.now, self._ahead]
         self._ahead = spared.ahead
-        while len(self._open) > OPEN_LISTS:
+        while len(self._open) > 2 * OPEN_STEPS:
             _add(self._final, self._open.popleft())
         due = dict(self._final)
         for each in self._open:
