@@ -55,8 +55,8 @@ struct CompressionKernels {
 };
 
 // Compresses the range in place and returns the bytes it takes now, a multiple of kCompressAlignment. When that would
-// not be less, returns its size and leaves it as it was. num_words is a multiple of kCompressGroup. Needs, besides 32
-// KiB on the stack of each thread, the table: a 4096th of bf16, an 8192nd of fp32. A pool closed meanwhile leaves a
+// not be less, returns its size and leaves it as it was. num_words is a multiple of kCompressGroup. Needs, besides 128
+// KiB on the stack of each thread, the table: a 4096th of bf16, an 8192nd of fp32. A pool closed meanwhile may leave a
 // scrambled range.
 size_t compress(ThreadPool& pool, const CompressionKernels& kernels, uint8_t* range, size_t num_words,
                 size_t word_bytes);

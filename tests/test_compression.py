@@ -314,8 +314,8 @@ def test_only_segments_with_a_sign_are_rotated(word_bytes):
 
 
 @EVERY_SIZE
-def test_parts_of_many_threads_move_past_each_other(word_bytes):
-    # Parts that move by less than their own length, by more, and not at all.
+def test_segments_of_many_threads_go_where_others_were(word_bytes):
+    # Some stay, some go where they were themselves, some far away.
     zeros, random = np.zeros(64 * SEGMENT, WORDS[word_bytes]), random_words(64 * SEGMENT, word_bytes)
     narrow = narrow_words(64 * SEGMENT, word_bytes, signs=True)
     order = [random, *[narrow] * 3, *[zeros] * (8 // word_bytes), *[narrow] * 30, random, random, narrow[:-GROUP]]
