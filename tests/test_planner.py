@@ -499,6 +499,22 @@ class TestGraphs:
         with pytest.raises(OpError, match="ValueError"):
             plan(eight_layers(tmp_path))
 
+    @pytest.mark.parametrize("num_graphs", [0, 3, 5])
+    def test_no_more_of_the_room_is_taken_than_vram_says(
+        self, num_graphs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        graph_machine(monkeypatch, 1 << 40)
+        without = plan(eight_layers(tmp_path, vram=0)).chosen
+        shares = without.config.engine.placement
+        assert (shares.activations_device, shares.weights_device, shares.graphs_device) == (0.0, 0.0, 0.0)
+        count = without.config.training.gradient_accumulation_steps
+        vram = num_graphs * GRAPH * count + (GRAPH * count // 2 if num_graphs else 0)
+        planned = plan(eight_layers(tmp_path, vram=vram))
+        assert kept_by(planned) == num_graphs
+        for option in (planned.chosen, *planned.larger[:1]):
+            buffers = option.footprint.homes["buffers"][Home.DEVICE]
+            assert option.footprint.device_bytes - buffers <= vram
+
     def test_twice_the_micro_batches_keep_half_the_graphs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

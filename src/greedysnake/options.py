@@ -206,7 +206,8 @@ class EngineOptions:
     share it equally."""
     vram: Size | None = None
     """Room on the device for what would otherwise wait in RAM or be fetched in every step: activations first, then
-    weights of the last layers, as many as fit. What computing itself needs is not part of it. null is none."""
+    weights of the last layers, as many as fit. What computing itself needs is not part of it. null is none; with plan
+    it is all that is free, and anything else the most that plan puts there, graphs included."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one."""
     dtype: Literal["bfloat16", "float32"] | None = None

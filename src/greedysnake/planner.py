@@ -316,7 +316,9 @@ class _Expecting:
         assert machine.room_bytes is not None and machine.graph_bytes is not None
         layers = machine.graph_bytes[1:-1]
         totals = list(accumulate(nbytes * count for nbytes in reversed(layers)))
-        most = sum(total <= machine.room_bytes for total in totals)
+        allowed = self._config.engine.vram
+        room = machine.room_bytes if allowed is None else min(allowed, machine.room_bytes)
+        most = sum(total <= room for total in totals)
         for part in sorted({math.ceil(most * part / GRAPH_SHARES) for part in range(1, GRAPH_SHARES + 1)} - {0}):
             trying = replace(choice, graphs=part)
             try:
@@ -371,7 +373,7 @@ class _Expecting:
         room = machine.room_bytes if config.engine.schedule == "vertical" else None
         graph_bytes = self._graph_bytes(config)
         if fill_device and room is not None and graph_bytes is not None:
-            config = replace(config, engine=replace(config.engine, vram=self._spare(config, room - graph_bytes)))
+            config = replace(config, engine=replace(config.engine, vram=self._spare(config, room, graph_bytes)))
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=more_slots)
         if graph_bytes:
             homes = dict(footprint.homes)
@@ -406,13 +408,16 @@ class _Expecting:
             config.training.gradient_accumulation_steps
         )
 
-    def _spare(self, config: Config, room: int) -> Size:
-        """What is left of the device's room beside buffers and what was put there by hand."""
+    def _spare(self, config: Config, room: int, graph_bytes: int) -> Size:
+        """What is left of the device's room beside graphs, buffers and what was put there by hand; no more than
+        `vram` says."""
+        allowed = config.engine.vram
         config = replace(config, engine=replace(config.engine, vram=None))
         footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=False)
         count = config.training.gradient_accumulation_steps
         by_hand = homes_bytes(footprint.plan, count, self._outlined.activation_bytes)
-        return Size(max(0, room - footprint.device_bytes + by_hand))
+        spare = room - footprint.device_bytes + by_hand
+        return Size(max(0, (spare if allowed is None else min(spare, allowed)) - graph_bytes))
 
 
 Best = tuple[Option, Choice, _Expecting]
