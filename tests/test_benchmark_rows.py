@@ -142,8 +142,8 @@ def test_a_figure_without_its_system_is_said_to_have_failed(capsys: pytest.Captu
     runs = {"ram": measured(10.0), "ram-clipped": measured(10.0), "ram-graphs": {"failed": "had not ended"}}
     assert not rows.print_figures("ram", runs)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == ["met", "3", "met", "1.06"]
-    assert ["failed" in line for line in lines] == [False, True, False, True]
+    assert [line.split()[-1] for line in lines] == ["met", "3", "met", "1.06", "failed"]
+    assert ["failed" in line for line in lines] == [False, True, False, True, True]
 
 
 def test_a_row_for_which_no_time_is_left_is_left_out_and_said(
