@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -74,8 +74,7 @@ class Precision:
 
     def state_bytes(self, num_params: int, *, trainable: bool = True) -> int:
         """Bytes of everything in a chunk but its weight, rounded up to pages."""
-        end = self.offsets(num_params, trainable=trainable)["end"] - self.weight_bytes * num_params
-        return -(-end // PAGE_BYTES) * PAGE_BYTES
+        return _state_bytes(self, num_params, trainable)
 
     def chunk_bytes(self, num_params: int) -> int:
         """Bytes of a trainable chunk."""
@@ -84,6 +83,13 @@ class Precision:
     def update_bytes(self, num_params: int) -> int:
         """Bytes of a chunk with its gradient, as it is updated."""
         return self.chunk_bytes(num_params) + self.gradient_bytes * num_params
+
+
+@cache
+def _state_bytes(precision: Precision, num_params: int, trainable: bool) -> int:
+    """Of the few kinds of chunks that there are; a forecast of a large model asks half a million times."""
+    end = precision.offsets(num_params, trainable=trainable)["end"] - precision.weight_bytes * num_params
+    return -(-end // PAGE_BYTES) * PAGE_BYTES
 
 
 PRECISIONS = {"bfloat16": Precision("bfloat16", 2, 2), "float32": Precision("float32", 4, 0)}
