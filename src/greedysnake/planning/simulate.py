@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 
 from greedysnake import schedule
 from greedysnake.hazards import Hazards
@@ -21,10 +21,12 @@ from greedysnake.ops import Cursor, Lane, Op, Plan
 from greedysnake.planning.costs import Costs
 from greedysnake.trace import Record, union_s
 
-ALIKE = 1e-3
-"""Times that differ by a smaller share are alike."""
+ALIKE, EQUAL = 1e-3, 1e-9
+"""Times that differ by a smaller share are so."""
 FEWEST_STEPS, MOST_STEPS, AVERAGED = 6, 12, 4
 """The first ones have the start in them; where updates may be tentative, the third is the first that is."""
+AS_MANY = 3
+"""Steps in a row that take equally long: those after them will too."""
 SSD = "ssd"
 NOTHING_S = 1e-12
 """What rounding may leave of an op that has ended."""
@@ -265,16 +267,18 @@ class Forecast:
 def forecast(
     plan: Plan, costs: Costs, num_micro_batches: int, *, kind: str = "vertical", clipped: bool = False
 ) -> Forecast:
-    """The mean over the last of so many steps that it does not change any more; they may alternate. Where updates may
-    come before the norm is known, all steps are `clipped`, so that they wait for it, or none is."""
+    """The mean over the last of so many steps that it does not change any more; they may alternate, or all be the same
+    soon. Where updates may come before the norm is known, all steps are `clipped`, so that they wait for it, or none
+    is."""
     simulation = Simulation(costs)
-    ends_s = [0.0]
+    ends_s, averaged = [0.0], 0
     with _no_collections():
         for now_s in steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped):
             ends_s.append(now_s)
-            if len(ends_s) > FEWEST_STEPS and (len(ends_s) > MOST_STEPS or _is_settled(ends_s)):
+            averaged = _num_settled(ends_s)
+            if averaged:
                 break
-    start_s, end_s = ends_s[-1 - AVERAGED], ends_s[-1]
+    start_s, end_s = ends_s[-1 - averaged], ends_s[-1]
     spans: list[tuple[float, float]] = []
     total_s = {"compute": 0.0}
     written_bytes = 0
@@ -288,9 +292,9 @@ def forecast(
             total_s[record.lane.link] = total_s.get(record.lane.link, 0.0) + costs.seconds(record.op)
     total_s |= {SSD: union_s(spans)} if spans else {}  # with anything under way the drives are at work
     return Forecast(
-        (end_s - start_s) / AVERAGED,
-        {link: value / AVERAGED for link, value in total_s.items()},
-        written_bytes / AVERAGED,
+        (end_s - start_s) / averaged,
+        {link: value / averaged for link, value in total_s.items()},
+        written_bytes / averaged,
         [record for record in simulation.records if record.end_s > ends_s[-2]],
     )
 
@@ -307,10 +311,16 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _is_settled(ends_s: Sequence[float]) -> bool:
-    """Whether the last two steps take together as long as the two before."""
+def _num_settled(ends_s: Sequence[float]) -> int:
+    """Of how many of the last steps the mean counts; 0 if more are needed."""
+    num_steps = len(ends_s) - 1
+    last = [end_s - start_s for start_s, end_s in pairwise(ends_s[-1 - AS_MANY :])]
+    if num_steps > AS_MANY and max(last) - min(last) <= EQUAL * min(last):
+        return AS_MANY
+    if num_steps < FEWEST_STEPS:
+        return 0
     last_s, before_s = ends_s[-1] - ends_s[-3], ends_s[-3] - ends_s[-5]
-    return abs(last_s - before_s) <= ALIKE * before_s
+    return AVERAGED if num_steps >= MOST_STEPS or abs(last_s - before_s) <= ALIKE * before_s else 0
 
 
 def steps(
