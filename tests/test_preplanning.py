@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,7 @@ def test_being_told_to_end_twice_at_once_is_being_told_once(monkeypatch: pytest.
 
 def test_a_planning_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preplanning, "PATIENCE_S", 0.01)
+    resource_tracker.ensure_running()  # which unblocks SIGTERM when it starts, as it would at the first process
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
