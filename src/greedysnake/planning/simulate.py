@@ -270,19 +270,25 @@ def forecast(
     """The mean over the last of so many steps that it does not change any more; they may alternate, or all be the same
     soon. Where updates may come before the norm is known, all steps are `clipped`, so that they wait for it, or none
     is."""
-    simulation = Simulation(costs)
-    ends_s, averaged = [0.0], 0
     with _no_collections():
+        simulation, ends_s, averaged = Simulation(costs), [0.0], 0
         for now_s in steps(simulation, plan, num_micro_batches, kind=kind, clipped=clipped):
             ends_s.append(now_s)
             averaged = _num_settled(ends_s)
             if averaged:
                 break
-    start_s, end_s = ends_s[-1 - averaged], ends_s[-1]
+        found = _mean(simulation.records, costs, averaged, ends_s)
+        del simulation  # before anything looks for garbage in it
+        return found
+
+
+def _mean(records: Sequence[Record], costs: Costs, num_steps: int, ends_s: Sequence[float]) -> Forecast:
+    """Of the last so many steps."""
+    start_s, end_s = ends_s[-1 - num_steps], ends_s[-1]
     spans: list[tuple[float, float]] = []
     total_s = {"compute": 0.0}
     written_bytes = 0
-    for record in simulation.records:
+    for record in records:
         if record.end_s <= start_s:
             continue
         written_bytes += record.nbytes * (record.lane.link == "ssd_write")
@@ -292,10 +298,10 @@ def forecast(
             total_s[record.lane.link] = total_s.get(record.lane.link, 0.0) + costs.seconds(record.op)
     total_s |= {SSD: union_s(spans)} if spans else {}  # with anything under way the drives are at work
     return Forecast(
-        (end_s - start_s) / averaged,
-        {link: value / averaged for link, value in total_s.items()},
-        written_bytes / averaged,
-        [record for record in simulation.records if record.end_s > ends_s[-2]],
+        (end_s - start_s) / num_steps,
+        {link: value / num_steps for link, value in total_s.items()},
+        written_bytes / num_steps,
+        [record for record in records if record.end_s > ends_s[-2]],
     )
 
 
