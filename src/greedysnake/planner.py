@@ -103,8 +103,8 @@ class Planned:
     larger: tuple[Option, ...]
     """With more micro-batches, each twice as many as before; up to one that is saturated, or that does not fit."""
     compact: tuple[Option, ...] = ()
-    """As chosen, but with moments in fewer bytes, as long as the device is not busy all the time. They change the
-    training, so they are shown and not chosen."""
+    """With moments in fewer bytes, and the alpha and slots that suit them, as long as the device is not busy all the
+    time. They change the training, so they are shown and not chosen."""
 
     @staticmethod
     def is_saturated(option: Option) -> bool:
@@ -354,6 +354,7 @@ class _Expecting:
                 option = trying.option_with(choice, training.gradient_accumulation_steps)
             except PlanError:
                 return  # larger chunks have larger buffers
+            option, choice = trying.fastest(option, choice)
             yield option
 
     def option_with(self, choice: Choice, num_micro_batches: int) -> Option:
