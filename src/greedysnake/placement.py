@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 from greedysnake.errors import ConfigError
 from greedysnake.shapes import BlockShape, Precision, spread
@@ -127,16 +128,20 @@ def chunk_homes(
     for position, is_late in enumerate(late):
         gradient = Home.RAM if not is_late or next(spill_flags) else Home.SSD
         homes.append(
-            ChunkHome(
-                weight=Home.RAM if weight_in_ram[position] else Home.SSD,
-                state=Home.RAM if state_in_ram[position] else Home.SSD,
-                late=is_late,
-                gradient=gradient,
-                tentative=tentative and is_late and not late_by_choice[position] and not state_in_ram[position],
+            _chunk_home(
+                Home.RAM if weight_in_ram[position] else Home.SSD,
+                Home.RAM if state_in_ram[position] else Home.SSD,
+                is_late,
+                gradient,
+                tentative and is_late and not late_by_choice[position] and not state_in_ram[position],
             )
         )
     remaining = iter(homes)
     return tuple(tuple(next(remaining) for _ in block.chunks) for block in blocks)
+
+
+_chunk_home = cache(ChunkHome)
+"""There are few kinds, and a large model has ten thousands of chunks."""
 
 
 def _late_flags(blocks: Sequence[BlockShape], alpha: float, weight_in_ram: Sequence[bool]) -> list[bool]:

@@ -47,6 +47,8 @@ LEAST_GRAPH = 8
 """Tensors as large as a layer's output that its graph has at least: those of a Llama have 20."""
 GRAPH_SHARES = 8
 """Into how many parts the layers are divided whose graphs would fit, to find out how many of them pay."""
+UNLIMITED = 1 << 62
+"""Bytes of RAM."""
 WORTH_IT = 0.03
 """Of a step: less is not worth another trial, nor the memory that larger blocks take."""
 
@@ -413,8 +415,8 @@ class _Expecting:
         """What is left of the device's room beside graphs, buffers and what was put there by hand; no more than
         `vram` says."""
         allowed = config.engine.vram
-        config = replace(config, engine=replace(config.engine, vram=None))
-        footprint = footprint_of(config, self._outlined, self._ram, self._stored, more_slots=False)
+        config = replace(config, engine=replace(config.engine, vram=None, fill_ram=False))  # RAM makes no difference
+        footprint = footprint_of(config, self._outlined, UNLIMITED, self._stored, more_slots=False)
         count = config.training.gradient_accumulation_steps
         by_hand = homes_bytes(footprint.plan, count, self._outlined.activation_bytes)
         spare = room - footprint.device_bytes + by_hand

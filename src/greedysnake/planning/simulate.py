@@ -162,10 +162,11 @@ class Simulation:
                 state = heappop(round)
                 tried.append(state)
                 self._start_what_lane_can(state)
-                for woken in self._awake:
-                    if woken.number > state.number:
-                        heappush(round, woken)
-                self._awake = [woken for woken in self._awake if woken.number <= state.number]
+                if self._awake:
+                    for woken in self._awake:
+                        if woken.number > state.number:
+                            heappush(round, woken)
+                    self._awake = [woken for woken in self._awake if woken.number <= state.number]
         for state in tried:
             state.is_blocked = bool(state.under_way)
 
@@ -196,11 +197,14 @@ class Simulation:
         next_s = self._drives.next_s()
         for jobs in self._shared.values():
             if jobs:
-                next_s = min(next_s, min(job.left_s for job in jobs) * len(jobs))
+                link_s = jobs[0].left_s if len(jobs) == 1 else min(job.left_s for job in jobs) * len(jobs)
+                next_s = min(next_s, link_s)
         assert next_s < math.inf, "ops wait for each other"
         self.now_s += next_s
         for link, jobs in self._shared.items():
-            if jobs:
+            if len(jobs) == 1 and jobs[0].left_s - next_s > NOTHING_S:
+                jobs[0].left_s -= next_s
+            elif jobs:
                 for job in jobs:
                     job.left_s -= next_s / len(jobs)
                 self._shared[link] = [job for job in jobs if job.left_s > NOTHING_S]
