@@ -148,16 +148,18 @@ def _late_flags(blocks: Sequence[BlockShape], alpha: float, weight_in_ram: Seque
     """One flag per chunk, in block order: late if nothing is clipped. Up to half of them are what the next forward
     needs first, if it lives on SSD: so it goes to the device as soon as it is updated. An early update of it would
     come last in the backward, be written behind all others, and be read back. The other half is spread evenly."""
-    places = [(number, chunk) for number, block in enumerate(blocks) for chunk in block.chunks]
-    may_be_late = [
-        i for i, (number, chunk) in enumerate(places) if chunk.trainable and not is_fetched_once(blocks, number)
-    ]
-    is_first = {i: places[i][0] < FIRST_BLOCKS and not weight_in_ram[i] for i in may_be_late}
-    first = [i for i in may_be_late if is_first[i]]
-    rest = [i for i in may_be_late if not is_first[i]]
-    wanted = round(len(may_be_late) * alpha)
+    first: list[int] = []
+    rest: list[int] = []
+    position = 0
+    for number, block in enumerate(blocks):
+        may_be_late = not is_fetched_once(blocks, number)
+        for chunk in block.chunks:
+            if may_be_late and chunk.trainable:
+                (first if number < FIRST_BLOCKS and not weight_in_ram[position] else rest).append(position)
+            position += 1
+    wanted = round((len(first) + len(rest)) * alpha)
     num_first = min(len(first), max(wanted // 2, wanted - len(rest)))
-    return _flags(len(places), first[:num_first], rest, wanted)
+    return _flags(position, first[:num_first], rest, wanted)
 
 
 def is_fetched_once(blocks: Sequence[BlockShape], index: int) -> bool:
