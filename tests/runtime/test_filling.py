@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import greedysnake as gs
 from greedysnake.errors import PlanError
 from greedysnake.placement import Home
+from greedysnake.runtime.filling import largest_share
 from greedysnake.runtime.footprint import Footprint, device_bytes, foresee, outline
 from greedysnake.shapes import PRECISIONS
 from reference import OPTIMIZER, make_batches, make_parts, train_engine
@@ -206,3 +210,23 @@ def test_shares_on_the_device_that_were_set_stay() -> None:
 def test_what_a_plan_holds_on_the_device_is_counted_once(vram: int) -> None:
     found = plan(4 << 20, vram=vram)
     assert device_bytes(found.plan, 8, ACTIVATION_BYTES) == found.device_bytes
+
+
+@given(st.lists(st.sampled_from([0, 0, 1, 5, 1000, 10**6]), min_size=2, max_size=257), st.integers(0, 10**8))
+def test_the_largest_share_that_fits_is_found_however_what_it_needs_grows(steps: list[int], most: int) -> None:
+    needs, num_parts, tries = list(accumulate(steps)), len(steps) - 1, 0
+
+    def needed(share: float) -> int:
+        nonlocal tries
+        tries += 1
+        return needs[round(share * num_parts)]
+
+    fitting = [part for part, nbytes in enumerate(needs) if nbytes <= most % (needs[-1] + 2)]
+    assert largest_share(needed, most % (needs[-1] + 2), num_parts) == max(fitting, default=0) / num_parts
+    assert tries <= 2 + 3 * num_parts.bit_length()
+
+
+def test_what_grows_in_proportion_takes_few_tries() -> None:
+    tried: list[float] = []
+    assert largest_share(lambda share: tried.append(share) or round(1e9 * share), 700_000_000, 256) == 179 / 256
+    assert len(tried) <= 4

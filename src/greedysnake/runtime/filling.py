@@ -52,7 +52,7 @@ def fill_ram(
         passes.append(("weights_ram", 1.0, True))
     for name, limit, late in passes:
         tries = partial(needed, name, late=late)
-        share = limit * _largest_share(lambda tried, tries=tries, limit=limit: tries(limit * tried), ram)  # type: ignore[misc]
+        share = limit * largest_share(lambda tried, tries=tries, limit=limit: tries(limit * tried), ram)  # type: ignore[misc]
         chosen = replace(chosen, **{name: max(getattr(chosen, name), share)})
     return make_plan(chosen, slots)
 
@@ -82,7 +82,7 @@ def fill_device(
     for name, most, num_parts in axes:
         if getattr(placement, name) == 0.0 and num_parts > 0:
             tries = partial(_with_share, placement, name, most)
-            share = _largest_share(lambda tried, tries=tries: taken(tries(tried)), vram, num_parts)  # type: ignore[misc]
+            share = largest_share(lambda tried, tries=tries: taken(tries(tried)), vram, num_parts)  # type: ignore[misc]
             placement = tries(share)
     return placement
 
@@ -126,7 +126,7 @@ def _more_slots(slots: Slots, taken: dict[str, int], ram: int) -> Slots:
     )
 
 
-def _largest_share(needed: Callable[[float], int], most: int, num_parts: int = PARTS) -> float:
+def largest_share(needed: Callable[[float], int], most: int, num_parts: int = PARTS) -> float:
     """The largest one that needs no more than `most`, in whole parts; 0 when none does. What is needed grows with it,
     mostly in proportion: so it is looked for where it would be then, as each try takes a plan of all chunks. Every
     third try is in the middle, whatever is expected."""
