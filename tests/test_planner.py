@@ -232,6 +232,17 @@ class TestPlan:
             monkeypatch.setattr(planner, "measure", lambda *_, machine=machine, **__: machine)
             assert plan(values).chosen.footprint.device_bytes <= (machine.room_bytes or 0)
 
+    def test_what_neither_a_gpu_nor_ram_has_room_for_is_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        values = values_in(tmp_path, gradient_accumulation_steps=1, max_grad_norm=0.0)
+        values = with_engine(values, ram="500KiB", fill_ram=True, layers_per_block=1, vram=100_000)
+        machine = replace(plan(values).machine, device="cuda", room_bytes=30_000)
+        monkeypatch.setattr(planner, "measure", lambda *_, **__: machine)
+        planned = plan(values)
+        assert planned.chosen == planned.given
+        assert "it will not fit" in plan_text(planned)
+
     def test_a_run_that_does_not_fit_is_refused_before_anything_is_measured(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -310,7 +310,7 @@ class _Expecting:
 
         waits = plan.clipping and not plan.may_be_tentative  # then every update is late, whatever alpha says
         choice = solve(step_s, start, least_s=given.forecast.least_s["compute"], vary_alpha=not waits)
-        return found[choice], choice
+        return found.get(choice, given), choice  # given: with no more on the device than it has room for, RAM has none
 
     def with_graphs(self, choice: Choice) -> Iterator[tuple[Option, Choice]]:
         """The choice with graphs of more and more layers on the device, as far as it has room."""
