@@ -91,3 +91,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return directory
+
+
+@pytest.fixture
+def known_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes two seconds; what it finds is doctor's matter."""
+    from greedysnake import measuring
+    from greedysnake.runtime.drive import Drive
+    from plans import FAST
+
+    monkeypatch.setattr(
+        measuring, "look_at_drive", lambda path: Drive(str(path), exists=True, device_number=1, bandwidth=FAST)
+    )
